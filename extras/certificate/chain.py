@@ -41,7 +41,8 @@ class Link:
     hash: str = ""
 
     def digest(self) -> str:
-        return digest_json({name: value for name, value in vars(self).items() if name != "hash"})
+        values = {name: value for name, value in vars(self).items() if name != "hash"}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +76,6 @@ def reseal(links: Sequence[Link]) -> Chain:
     for link in links:
         chain = chain.add(link.kind, link.step, link.content)
     return chain
-
-
-def digest_json(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def chain_uri(run_uri: str) -> str:

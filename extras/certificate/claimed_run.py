@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +20,7 @@ from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, st
 from ringspark.estimators.training.checkpoint.reading import verify
 from ringspark.estimators.training.checkpoint.record import Record
 from ringspark.estimators.training.checkpoint.weights import read_info
-from ringspark.estimators.training.history import EpochRecord, parse_history
+from ringspark.estimators.training.history import parse_history
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
 from ringspark.estimators.training.worker import FinishedRun
 from ringspark.extras.certificate.certificate import check_signature
@@ -242,12 +242,15 @@ def _check_files(run: ClaimedRun, end: Link) -> Check:
 def _check_history(run: ClaimedRun) -> Check:
     """Compares the published history with the one in the last checkpoint, which a replay repeats."""
     known = [drop_times(epoch) for epoch in run.records[run.checkpoints[-1].step].position.history]
-    for name, read in ((run_layout.HISTORY, parse_history), (run_layout.RESULT, _read_result)):
+    for name in (run_layout.HISTORY, run_layout.RESULT):
         uri = storage.join(run.uri, name)
         if not storage.exists(uri):
             continue
         try:
-            found = [drop_times(epoch) for epoch in read(storage.read_bytes(uri))]
+            data = storage.read_bytes(uri)
+            is_result = name == run_layout.RESULT
+            epochs = FinishedRun.from_json(data).result.history if is_result else parse_history(data)
+            found = [drop_times(epoch) for epoch in epochs]
         except ValueError as error:
             return Check(name="history", problem=f"{name} cannot be read: {error}.")
         # As JSON, because NaN does not equal itself.
@@ -257,10 +260,6 @@ def _check_history(run: ClaimedRun) -> Check:
             note = f"no checkpoint has the epochs after {len(known)}"
             return Check(name="history", is_done=False, note=note)
     return Check(name="history")
-
-
-def _read_result(data: bytes) -> Sequence[EpochRecord]:
-    return FinishedRun.from_json(data).result.history
 
 
 def describe_unknown_start(run: ClaimedRun, objects: UserObjects) -> str:

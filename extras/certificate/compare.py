@@ -161,7 +161,8 @@ def _is_near(left: Any, right: Any) -> bool:
 
 def draws_random_numbers(start: str, claimed: str) -> bool:
     """Whether a generator of rank 0 advanced between two checkpoints, as with dropout."""
-    states = [_read_random(uri) for uri in (start, claimed)]
+    files = [tensor_file.read(storage.join(uri, RANKS)) for uri in (start, claimed)]
+    states = [{n: t for n, t in tensors.items() if n.startswith("0/random/")} for tensors in files]
     return states[0].keys() != states[1].keys() or any(
         not torch.equal(tensor, states[1][name]) for name, tensor in states[0].items()
     )
@@ -203,8 +204,3 @@ def _read_tensors(uri: str, kind: str) -> Tensors:
         return {}
     paths = [storage.join(uri, name) for name in names]
     return dict(map_shards(paths, record.spreads.get(kind, {})))
-
-
-def _read_random(uri: str) -> dict[str, torch.Tensor]:
-    tensors = tensor_file.read(storage.join(uri, RANKS))
-    return {name: tensor for name, tensor in tensors.items() if name.startswith("0/random/")}

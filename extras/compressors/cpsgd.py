@@ -55,15 +55,15 @@ class CpSgdCompressor(Compressor):
 
     def sum(self, vector: torch.Tensor, collective: Collective, step: int) -> Sent:
         size, elements = collective.size, len(vector)
-        signs = self._make_signs(elements, step)
-        codes = self.encode(vector, size, signs)
-        total = self._decode(self.sum_codes(codes, collective, vector.device), size, signs)
-        return Sent(total.to(vector), None)
-
-    def _make_signs(self, elements: int, step: int) -> torch.Tensor:
         # Equal on all ranks, and public.
         random = generator_for(torch.empty(0), self.seed, step)
-        return torch.randint(0, 2, (elements,), generator=random).double().mul_(2).sub_(1)
+        signs = torch.randint(0, 2, (elements,), generator=random).double().mul_(2).sub_(1)
+        codes = self.sum_codes(self.encode(vector, size, signs), collective, vector.device)
+        top, reach = self.options.levels - 1, self._range(elements, size)
+        middle = size * (top + self.options.trials) / 2
+        values = torch.from_numpy(codes - middle) * (2 * reach / top)
+        total = rotate(values, signs, back=True) if self.options.rotate else values
+        return Sent(total.to(vector), None)
 
     def _range(self, elements: int, size: int) -> float:
         limit = find_range(elements, rotate=self.options.rotate) * self.options.max_norm
@@ -98,12 +98,6 @@ class CpSgdCompressor(Compressor):
         answer = pack_integers(np.asarray(mine), many).to(device)
         answers = collective.all_gather(answer, [len(answer)] * size)
         return np.concatenate([unpack_integers(each, many, length) for each in answers])[: len(codes)]
-
-    def _decode(self, codes: _Integers, size: int, signs: torch.Tensor) -> torch.Tensor:
-        top, reach = self.options.levels - 1, self._range(len(codes), size)
-        middle = size * (top + self.options.trials) / 2
-        values = torch.from_numpy(codes - middle) * (2 * reach / top)
-        return rotate(values, signs, back=True) if self.options.rotate else values
 
 
 class NoisyGradients(CompressedGradients):

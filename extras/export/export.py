@@ -75,7 +75,17 @@ def write_program(export: Export, path: str) -> None:
 
 
 def write_onnx(export: Export, path: str) -> None:
-    _to_onnx(export.trace_portable(), export.arguments, path)
+    program = export.trace_portable()
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in program.state_dict.values())
+    with PROCESS_LOCK, silence_thread():
+        torch.onnx.export(
+            program,
+            f=path,
+            input_names=export.arguments,
+            dynamo=True,
+            external_data=num_bytes > _ONNX_LIMIT,
+            verbose=False,
+        )
 
 
 EXPORTED = {("bf16", "torch.export"), ("bf16", "aotinductor")}
@@ -153,16 +163,3 @@ def _export(export: Export, path: str, format: str) -> None:
                     storage.open_file(f"{there}/{name}", "wb") as writer,
                 ):
                     shutil.copyfileobj(source, writer, 16 << 20)
-
-
-def _to_onnx(program: torch.export.ExportedProgram, names: Sequence[str], file: str) -> None:
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in program.state_dict.values())
-    with PROCESS_LOCK, silence_thread():
-        torch.onnx.export(
-            program,
-            f=file,
-            input_names=list(names),
-            dynamo=True,
-            external_data=num_bytes > _ONNX_LIMIT,
-            verbose=False,
-        )

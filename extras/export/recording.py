@@ -59,7 +59,10 @@ def record_program(
         with PROCESS_LOCK:
             exported = trace_network(module, samples(TRACED_ROWS), varying, inner)
             text, tensors = _text_of(_without_writes(exported), module)
-            _move_inner(text, inner)
+            if inner:  # move the values of inner modules out of the outputs
+                count = len(text["outputs"]) - len(inner)
+                text["inner"] = dict(zip(inner, text["outputs"][count:], strict=True))
+                text["outputs"], text["single"] = text["outputs"][:count], count == 1
             program = Program(text)
             for name, tensor in tensors.items():
                 program.put(name, tensor)
@@ -92,14 +95,6 @@ class _Outputs(nn.Module):
             outputs = as_outputs(self.module(*inputs))
         outputs += tuple(found[name] for name in self._inner)
         return outputs[0] if len(outputs) == 1 else outputs
-
-
-def _move_inner(text: Json, inner: Sequence[str]) -> None:
-    """Moves the values of inner modules out of the outputs."""
-    if inner:
-        count = len(text["outputs"]) - len(inner)
-        text["inner"] = dict(zip(inner, text["outputs"][count:], strict=True))
-        text["outputs"], text["single"] = text["outputs"][:count], count == 1
 
 
 def _text_of(

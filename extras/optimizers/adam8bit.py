@@ -172,14 +172,10 @@ def _split_chunks(weights: torch.Tensor, gradients: torch.Tensor, batch: Batch, 
     flat = weights.view(-1), gradients.reshape(-1)  # once: it may copy all gradients
     for start in range(0, weights.numel(), size):
         part = slice(start, min(start + size, weights.numel()))
-        blocks = _blocks_of(part)
+        blocks = slice(part.start // BLOCK_SIZE, num_blocks(part.stop))
         views = {key: v[blocks if key.endswith("_scales") else part] for key, v in state.items()}
         own, change = (TensorList([values[part]]) for values in flat)
         yield Batch(batch.step, own, change, [views])
-
-
-def _blocks_of(part: slice) -> slice:
-    return slice(part.start // BLOCK_SIZE, num_blocks(part.stop))
 
 
 def _join(tensors: TensorList, gaps: list[int], fill: int = 0) -> torch.Tensor:

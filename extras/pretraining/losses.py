@@ -23,7 +23,12 @@ class ReconstructionLoss:
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if target.is_floating_point():
-            return _squares(_like(output, target), target).flatten(1).sum(1)
+            if output.numel() != target.numel():
+                raise ValueError(
+                    f"the network must reconstruct its inputs, {tuple(target.shape)}, got "
+                    f"{tuple(output.shape)}; match the size of its last layer"
+                )
+            return _squares(output.reshape(target.shape), target).flatten(1).sum(1)
         if output.dim() != target.dim() + 1 or output.shape[:-1] != target.shape:
             raise ValueError(
                 "integers are reconstructed as ids, so the network must return logits of shape "
@@ -68,15 +73,6 @@ class TableLoss:
     def row_weights(self, target: torch.Tensor) -> torch.Tensor:
         numbers, ids = target[:, : self.numbers], target[:, self.numbers :]
         return ((~numbers.isnan()).sum(1) + (ids != IGNORED).sum(1)).float()
-
-
-def _like(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    if output.numel() != target.numel():
-        raise ValueError(
-            f"the network must reconstruct its inputs, {tuple(target.shape)}, got {tuple(output.shape)}; "
-            "match the size of its last layer"
-        )
-    return output.reshape(target.shape)
 
 
 def _squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,10 @@ class PrivatePasses(WholePasses):
                 self._rows.add(batch, sums)
         if self._ledger is not None:
             deviation = self._ledger.noise_multiplier * self._privacy.max_grad_norm
-            self._add_noise(sums, deviation)
+            generator = secret_generator()
+            for total in sums.values():
+                noise = normal_noise(total.shape, deviation, generator).to(total.device)
+                total.copy_(total.double() + noise)
         expected = self._plan.sample_rate * self._plan.num_rows
         for name, parameter in self._rows.parameters.items():
             parameter.grad = sums[name] / expected
@@ -82,9 +85,3 @@ class PrivatePasses(WholePasses):
     def privacy_spent(self) -> PrivacySpent | None:
         """Returns the privacy loss so far; None except on rank 0."""
         return None if self._ledger is None else self._ledger.close()
-
-    def _add_noise(self, sums: dict[str, torch.Tensor], deviation: float) -> None:
-        generator = secret_generator()
-        for total in sums.values():
-            noise = normal_noise(total.shape, deviation, generator).to(total.device)
-            total.copy_(total.double() + noise)
