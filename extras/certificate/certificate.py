@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ringspark.estimators import run_layout
 from ringspark.extras.certificate.chain import SIGNATURE, Chain, find_breaks, read_chain
 from ringspark.pipelines import storage
-
-_MISSING = "a signature needs the package model-signing; pip install 'ringspark[certificate]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +94,11 @@ def check_signature(uri: str, key: str | os.PathLike[str]) -> str:
 
 def _load_library(name: str) -> Any:
     try:
-        from importlib import import_module
-
         return import_module(f"model_signing.{name}")
     except ImportError as error:
-        raise ImportError(_MISSING) from error
+        raise ImportError(
+            "a signature needs the package model-signing; pip install 'ringspark[certificate]'"
+        ) from error
 
 
 def _local_folder(uri: str) -> Path:

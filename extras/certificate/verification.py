@@ -207,22 +207,17 @@ def check_interval(
             own = storage.join(run.uri, interval.last.content["folder"])
             difference = compare_weights(run.checkpoint_uri(interval.first), own, found, tolerance)
         else:
-            difference = _compare(run, interval, found, is_exact, tolerance)
+            claimed = run.checkpoint_uri(interval.last.step)
+            start = claimed if interval.first is None else run.checkpoint_uri(interval.first)
+            if is_exact:
+                difference = compare_bitwise(start, claimed, found, run.config(interval.claims))
+            else:
+                difference = compare_roughly(start, claimed, found, tolerance)
     note = "equal to the bit" if is_exact else f"distance {difference.distance:.2g} of the change"
     problem = ""
     if difference.text:
         problem = f"The claim of {interval.name} does not hold: training again gives {difference.text}."
     return Check(name=interval.name, problem=problem, note="" if problem else note)
-
-
-def _compare(
-    run: ClaimedRun, interval: Interval, replayed: str, is_exact: bool, tolerance: float
-) -> Difference:
-    claimed = run.checkpoint_uri(interval.last.step)
-    start = claimed if interval.first is None else run.checkpoint_uri(interval.first)
-    if is_exact:
-        return compare_bitwise(start, claimed, replayed, run.config(interval.claims))
-    return compare_roughly(start, claimed, replayed, tolerance)
 
 
 def _check_workers(run: ClaimedRun, interval: Interval, workers: int | None) -> None:

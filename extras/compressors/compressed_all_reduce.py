@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from zlib import crc32
 
 import torch
@@ -107,6 +106,7 @@ class CompressedAllReduce(GradientSync):
         self._after = options.after
         self._freezes = not isinstance(options, Uncompressed) and hasattr(optimizer, "freeze_variance")
         self._step = 0
+        self._scale = 1.0  # of the step's gradients
         # Also on one rank, which may resume the residuals of several ranks, in the same order.
         trained, self._rows = split_parameters(module, optimizer, collective)
         large = compressed_parameters(trained, options)
@@ -122,16 +122,14 @@ class CompressedAllReduce(GradientSync):
 
     @torch.no_grad()
     def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
-        factor = scale() if self._groups else 1.0
+        self._scale = scale() if self._groups else 1.0
         for group in self._groups:
-            group.take(factor)
+            group.take(self._scale)
         counts = self._first_messages()
         self._rows.sum()
-        is_compressed = self._step >= self._after
         if self._step == self._after and self._freezes:
             self.optimizer.freeze_variance()  # type: ignore[attr-defined]
         self._step += 1
-        hads = []
         # The uncompressed sums are equal on all ranks.
         has_groups = self._groups or self._mesh.cuts_network
         is_finite = not has_groups or (
@@ -139,23 +137,20 @@ class CompressedAllReduce(GradientSync):
             and self._rows.are_finite()
         )
         for group in self._groups:
-            *had, not_finite = counts[: len(group.parameters) + 1]
-            counts = counts[len(had) + 1 :]
-            hads.append(had)
+            *group.counts, not_finite = counts[: len(group.parameters) + 1]
+            counts = counts[len(group.parameters) + 1 :]
             is_finite = is_finite and not not_finite
-        is_finite = self._agree(is_finite)
-        if not is_finite:
-            for group, had in zip(self._groups, hads, strict=True):
-                group.spoil(had)
+        if not self._agree(is_finite):
+            for group in self._groups:
+                group.spoil()
             return
-        send = partial(self._send, is_compressed=is_compressed)
-        sums = [group.exchange(had, send) for group, had in zip(self._groups, hads, strict=True)]
+        sums = [group.exchange(self._send) for group in self._groups]
         # The sums are equal on all ranks that compress together, so all of them see an overflow.
         is_kept = self._agree(all(bool(torch.isfinite(sent.total).all()) for sent in sums))
-        for group, had, sent in zip(self._groups, hads, sums, strict=True):
+        for group, sent in zip(self._groups, sums, strict=True):
             if is_kept:
-                group.keep(had, factor, sent)
-            group.give(had, sent.total)
+                group.keep(self._scale, sent)
+            group.give(sent.total)
 
     def _agree(self, flag: bool) -> bool:
         """Returns whether the flag is true on all ranks; ranks that compress together have the same flag."""
@@ -181,8 +176,8 @@ class CompressedAllReduce(GradientSync):
             bucket.give()
         return [int(number) for number in mine.tolist()]
 
-    def _send(self, vector: torch.Tensor, compressor: Compressor, *, is_compressed: bool) -> Sent:
-        if not is_compressed:
+    def _send(self, vector: torch.Tensor, compressor: Compressor) -> Sent:
+        if self._step <= self._after:
             return Sent(self._collective.all_reduce(vector), torch.zeros_like(vector))
         if self._collective.size == 1:
             return Sent(vector.clone(), torch.zeros_like(vector))
@@ -254,15 +249,13 @@ def _split_by_holders(module: nn.Module, named: Mapping[str, nn.Parameter]) -> l
     return [parts[kind] for kind in sorted(parts)]
 
 
-Send = Callable[[torch.Tensor, Compressor], Sent]
-
-
 class _Group:
     """The compressed gradients of one dtype, end to end.
 
     Attributes:
         residual: Values that this rank has not sent yet, (elements,); zeros without error feedback.
         had: 1 for each parameter with a gradient on this rank, else 0.
+        counts: Number of ranks with a gradient of each parameter.
         is_bad: Whether a gradient, or its sum with the residual, is not finite.
         checksum: Checksum of the parameters' names and sizes.
     """
@@ -277,6 +270,7 @@ class _Group:
         self._views = self._views_of(self._vector)
         self.residual = torch.zeros_like(self._vector)
         self.had = [0] * len(self.parameters)
+        self.counts: list[int] = []
         self.is_bad = False
         self.checksum = crc32(json.dumps([self._names, self._sizes]).encode())
 
@@ -296,29 +290,29 @@ class _Group:
         self._vector.add_(self.residual, alpha=scale)
         self.is_bad = not bool(torch.isfinite(self._vector).all())
 
-    def spoil(self, had: Sequence[int]) -> None:
-        self.give(had, torch.full_like(self._vector, torch.nan))
+    def spoil(self) -> None:
+        self.give(torch.full_like(self._vector, torch.nan))
 
-    def exchange(self, had: Sequence[int], send: Send) -> Sent:
-        """Sums the ranks' vectors with `send`. For each parameter, `had` counts the ranks with a gradient."""
-        for number, count in enumerate(had):
+    def exchange(self, send: Callable[[torch.Tensor, Compressor], Sent]) -> Sent:
+        """Sums the ranks' vectors with `send`."""
+        for view, count in zip(self._views, self.counts, strict=True):
             if not count:
-                self._views[number].zero_()
+                view.zero_()
         return send(self._vector, self._compressor)
 
-    def keep(self, had: Sequence[int], scale: float, sent: Sent) -> None:
+    def keep(self, scale: float, sent: Sent) -> None:
         """Sets the residual to the values not sent, except for parameters without a gradient on any rank."""
         if not self._compressor.has_feedback:
             return
         assert sent.error is not None
         kept = self._views_of(self.residual)
-        waiting = [(view, view.clone()) for view, count in zip(kept, had, strict=True) if not count]
+        waiting = [(view, view.clone()) for view, count in zip(kept, self.counts, strict=True) if not count]
         self.residual.copy_(sent.error).div_(scale)
         for view, values in waiting:
             view.copy_(values)
 
-    def give(self, had: Sequence[int], total: torch.Tensor) -> None:
-        for parameter, view, count in zip(self.parameters, self._views_of(total), had, strict=True):
+    def give(self, total: torch.Tensor) -> None:
+        for parameter, view, count in zip(self.parameters, self._views_of(total), self.counts, strict=True):
             parameter.grad = view if count else None
 
     def state(self) -> dict[str, torch.Tensor]:

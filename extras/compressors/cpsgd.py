@@ -8,7 +8,7 @@ workers and no error of its own. `ringspark.extras.privacy.binomial` computes th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -122,7 +122,6 @@ class NoisyAllReduce(CompressedAllReduce):
         self, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: RankMesh, settings: SyncSettings
     ) -> None:
         super().__init__(module, optimizer, mesh, settings)
-        self._scale = 1.0
         if self._small or len(self._groups) > 1:
             kinds = sorted({str(p.dtype) for p in module.parameters() if p.requires_grad})
             raise ValueError(
@@ -130,12 +129,7 @@ class NoisyAllReduce(CompressedAllReduce):
                 f"all fp64, got {', '.join(kinds)}; convert the network"
             )
 
-    @torch.no_grad()
-    def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:
-        self._scale = scale()
-        super().reduce(lambda: self._scale)
-
-    def _send(self, vector: torch.Tensor, compressor: Compressor, *, is_compressed: bool) -> Sent:
+    def _send(self, vector: torch.Tensor, compressor: Compressor) -> Sent:
         assert isinstance(compressor, CpSgdCompressor)
         compressor.loss_scale = self._scale
         return compressor.sum(vector, self._collective, self._step)

@@ -45,7 +45,7 @@ class GradiVeQCompressor(Compressor):
 
     def _sample(self, vector: torch.Tensor, collective: Collective) -> Sent:
         total = collective.all_reduce(vector)
-        slices = [self._slices(piece) for piece in self._split(total)]
+        slices = [in_buckets(piece, self.options.slice) for piece in self._split(total)]
         spread = [one.T @ one for one in slices]
         self._spread = [a + b for a, b in zip(self._spread, spread, strict=True)] if self._done else spread
         if self._done + 1 == self.options.samples:
@@ -58,7 +58,8 @@ class GradiVeQCompressor(Compressor):
 
     def _compress(self, vector: torch.Tensor, collective: Collective) -> Sent:
         codes = [
-            self._slices(piece) @ basis for piece, basis in zip(self._split(vector), self._bases, strict=True)
+            in_buckets(piece, self.options.slice) @ basis
+            for piece, basis in zip(self._split(vector), self._bases, strict=True)
         ]
         own = torch.cat([code.view(-1) for code in codes])
         summed = collective.all_reduce(own)
@@ -71,9 +72,6 @@ class GradiVeQCompressor(Compressor):
         ]
         pieces = zip(codes, self._bases, self.sizes, strict=True)
         return torch.cat([(code @ basis.T).view(-1)[:size] for code, basis, size in pieces])
-
-    def _slices(self, piece: torch.Tensor) -> torch.Tensor:
-        return in_buckets(piece, self.options.slice)
 
     def state(self) -> dict[str, torch.Tensor]:
         bases = {f"basis.{number}": basis for number, basis in enumerate(self._bases)}

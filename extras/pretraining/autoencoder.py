@@ -81,7 +81,8 @@ class TorchAutoencoder(AutoencoderParams, _TorchEstimator[TorchAutoencoderModel]
         mask, names, kinds = self.getMask() or 0.0, self.inputColumns(), self.getColumns()
         roles = [role for name in names for role in _roles(kinds.get(name), name)]
         joins = len(names) > 1 and self.getPredictionCols() is None
-        self._check_free("mask" if mask else "", mask)
+        if mask:
+            self._check_free(mask)
         objective = {} if self.isSet(self.loss) else {"loss": ReconstructionLoss()}
         if not (mask or self.getNoise() or joins or "valid" in roles):
             return objective
@@ -104,7 +105,7 @@ class TorchAutoencoder(AutoencoderParams, _TorchEstimator[TorchAutoencoderModel]
     def _table_objective(self, plan: TablePlan) -> dict[str, Any]:
         """Returns the settings `model`, `loss` and `transformBatch` for a table without a label."""
         spec, mask = self.getModel(), TABLE_MASK if self.getMask() is None else self.getMask()
-        self._check_free("mask", mask)
+        self._check_free(mask)
         if not mask:
             raise ValueError(
                 f"TorchAutoencoder without a model learns from masked values, got mask={mask}; set mask "
@@ -121,15 +122,13 @@ class TorchAutoencoder(AutoencoderParams, _TorchEstimator[TorchAutoencoderModel]
             "transformBatch": Corruption(roles=("numbers", "ids"), mask=mask),
         }
 
-    def _check_free(self, setting: str, value: float | None) -> None:
+    def _check_free(self, mask: float) -> None:
         """Raises ValueError if a loss or metrics are set too; they would need a target for each value."""
-        if not setting:
-            return
         if self.isSet(self.loss):
-            raise ValueError(f"mask={value} sets a loss that compares only masked values; leave loss unset")
+            raise ValueError(f"mask={mask} sets a loss that compares only masked values; leave loss unset")
         if self.getMetrics():
             raise ValueError(
-                f"mask={value} leaves most values without a target, and metrics cannot skip values; leave "
+                f"mask={mask} leaves most values without a target, and metrics cannot skip values; leave "
                 "metrics unset, the loss is in the history"
             )
 

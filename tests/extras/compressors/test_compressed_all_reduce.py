@@ -281,8 +281,9 @@ def test_a_matrix_of_low_rank_is_one_however_it_lies_in_memory(weights: torch.Te
     layer.weight.grad = gradient.clone()
     (group,) = sync._groups
     group.take(1.0)
-    sent = group.exchange([1], lambda vector, compressor: compressor.sum(vector, LocalCollective(), 0))
-    group.give([1], sent.total)
+    group.counts = [1]
+    sent = group.exchange(lambda vector, compressor: compressor.sum(vector, LocalCollective(), 0))
+    group.give(sent.total)
     torch.testing.assert_close(layer.weight.grad, gradient, atol=1e-4, rtol=1e-4)
 
 
