@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import reduce
 
@@ -36,7 +36,7 @@ REMEDY = "build the same model, with the same trainable parameters, on every ran
 # From this number of elements on, each rank reduces one slice and reads the other ranks' slices.
 _SPLIT_ELEMENTS = 16 << 10
 
-TOKEN_BYTES = 16
+_TOKEN_BYTES = 16
 
 _logger = logging.getLogger(__name__)
 
@@ -211,7 +211,8 @@ def open_shared_memory(client: RendezvousClient, member: Member, timeout: float)
     made = None
     with ExitStack() as kept:
         with ExitStack() as meeting:
-            link, token = _meet(client, member, meeting, timeout)
+            gather = lambda mine: client.all_gather("sharing/door", mine, timeout)  # noqa: E731
+            link, token = meet_on_host(gather, member.rank, meeting, timeout)
             client.meet("sharing/at the door", timeout)
             # Without descriptors or memory, the ranks use a library.
             if link is not None:
@@ -230,22 +231,21 @@ def open_shared_memory(client: RendezvousClient, member: Member, timeout: float)
     return None
 
 
-def _meet(
-    client: RendezvousClient, member: Member, stack: ExitStack, timeout: float
+def meet_on_host(
+    gather: Callable[[bytes], Sequence[bytes]], rank: int, stack: ExitStack, timeout: float
 ) -> tuple[socket.socket | None, bytes]:
-    """Returns a socket and a token that only the ranks know.
+    """Returns a socket and a token that only the ranks know; `gather` gathers bytes from all ranks.
 
     On rank 0 the socket listens. On another rank it is connected to rank 0, or None if that failed:
     containers may share an address but not a network namespace.
     """
-    door = None if member.rank else open_listener(stack)
-    mine = secrets.token_bytes(TOKEN_BYTES) + door.getsockname() if door else b""
-    answer = client.all_gather("sharing/door", mine, timeout)[0]
-    token, name = answer[:TOKEN_BYTES], answer[TOKEN_BYTES:]
-    return door if member.rank == 0 else connect_to_listener(name, token, member.rank, stack, timeout), token
+    door = None if rank else open_listener(stack)
+    answer = gather(secrets.token_bytes(_TOKEN_BYTES) + door.getsockname() if door else b"")[0]
+    token, name = answer[:_TOKEN_BYTES], answer[_TOKEN_BYTES:]
+    return door if rank == 0 else _connect_to_listener(name, token, rank, stack, timeout), token
 
 
-def connect_to_listener(
+def _connect_to_listener(
     name: bytes, token: bytes, rank: int, stack: ExitStack, timeout: float
 ) -> socket.socket | None:
     """Connects to rank 0's listener and sends the token; returns the connection, or None if that fails."""

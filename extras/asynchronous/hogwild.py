@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -20,13 +19,7 @@ from torch import nn
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
-from ringspark.estimators.collectives.shared_memory import (
-    TOKEN_BYTES,
-    connect_to_listener,
-    open_listener,
-    receive_descriptors,
-    send_descriptors,
-)
+from ringspark.estimators.collectives.shared_memory import meet_on_host, receive_descriptors, send_descriptors
 from ringspark.estimators.options.sync import Hogwild
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, Scaler, share_weights
 from ringspark.estimators.parallel.data.data_parallel import DataParallel
@@ -100,8 +93,7 @@ def _open_memory(num_bytes: int, collective: Collective, timeout_seconds: float)
     """Returns memory that rank 0 creates and shares with the other ranks; None on failure."""
     with ExitStack() as stack:
         memory: mmap.mmap | None = None
-        descriptor, door, link = -1, None, None
-        token = secrets.token_bytes(TOKEN_BYTES)
+        descriptor = -1
         if collective.rank == 0:
             # Only Linux has such memory.
             with suppress(OSError, AttributeError):
@@ -110,20 +102,16 @@ def _open_memory(num_bytes: int, collective: Collective, timeout_seconds: float)
                 # Allocates the memory now: if memory is short, this fails, but a write would end the process.
                 os.posix_fallocate(descriptor, 0, num_bytes)
                 memory = mmap.mmap(descriptor, num_bytes)
-                door = open_listener(stack)
-        address = gather_bytes(collective, token + (door.getsockname() if door else b""))[0]
-        token, name = address[:TOKEN_BYTES], address[TOKEN_BYTES:]
-        if collective.rank:
-            link = connect_to_listener(name, token, collective.rank, stack, timeout_seconds)
+        link, token = meet_on_host(partial(gather_bytes, collective), collective.rank, stack, timeout_seconds)
         # Rank 0 waits for no connection.
         collective.barrier()
         with suppress(OSError, ValueError):
-            if door is not None:
-                send_descriptors(door, token, {rank: [descriptor] for rank in range(1, collective.size)})
-            elif link is not None:
+            if link is not None and collective.rank:
                 (descriptor,) = receive_descriptors(link, 1)
                 stack.callback(os.close, descriptor)
                 memory = mmap.mmap(descriptor, num_bytes)
+            elif link is not None and memory is not None:
+                send_descriptors(link, token, {rank: [descriptor] for rank in range(1, collective.size)})
         return memory
 
 
