@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.optimizer_state import OptimizerState, load_by_name, state_by_name
+from ringspark.estimators.parallel.optimizer_state import load_by_name, state_by_name
+from ringspark.estimators.training.checkpoint.shards import group_by_parameter
 from ringspark.extras.local_sgd.flat_weights import FlatWeights
 
 _PLAIN = "optimizer_values"
@@ -37,12 +38,8 @@ def load_tensors(
 ) -> None:
     if _PLAIN not in tensors:
         return
-    state: OptimizerState = json.loads(tensors[_PLAIN].numpy().tobytes())
-    for key in tensors:
-        if key.startswith(_PREFIX):
-            # Optimizer keys have no slashes, but parameter names may.
-            name, _, entry = key.removeprefix(_PREFIX).rpartition("/")
-            state[name][entry] = tensors[key]
+    own = {key.removeprefix(_PREFIX): tensors[key] for key in tensors if key.startswith(_PREFIX)}
+    state: Any = group_by_parameter(json.loads(tensors[_PLAIN].numpy().tobytes()), own)
     optimizer.state.clear()
     load_by_name(network, optimizer, state)
 
