@@ -34,7 +34,7 @@ from ringspark.pipelines.typed_json import JsonText
 _log = logging.getLogger(__name__)
 
 # Packages that affect numbers and speed; packages that are not installed are left out.
-PACKAGES = ("ringspark", "torch", "numpy", "pyarrow", "pyspark", "petastorm", "horovod")
+_PACKAGES = ("ringspark", "torch", "numpy", "pyarrow", "pyspark", "petastorm", "horovod")
 # A run that is restarted more often keeps its first and newest starts.
 MOST_STARTS = 20
 

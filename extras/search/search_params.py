@@ -28,16 +28,6 @@ def _of_class(name: str, kind: type, rule: str) -> Any:
     return convert
 
 
-def _of_optuna(name: str, method: str) -> Any:
-    def convert(value: Any) -> Any:
-        # Checks without importing optuna, which may be missing on a machine that loads a saved search.
-        if not isinstance(value, str) and not callable(getattr(value, method, None)):
-            raise WrongTypeError(f"{name} must be a name or an optuna {name}, got {value!r:.80}")
-        return value
-
-    return convert
-
-
 @dataclass(frozen=True, kw_only=True)
 class Search(Section):
     GROUP = "search"
@@ -89,14 +79,12 @@ class Trials(Section):
     ON_DRIVER = True
 
     num_trials: AtLeast1 = setting(20, "number of trials, including pruned and failed trials")
-    sampler: Any = setting(
-        "tpe", "'tpe', 'random', or a sampler of optuna", convert=_of_optuna("sampler", "sample_independent")
-    )
+    # `fit` checks both by optuna, which may be missing on a machine that loads a saved search.
+    sampler: Any = setting("tpe", "'tpe', 'random', or a sampler of optuna")
     pruner: Any = setting(
         "median",
         "rule that may end a trial after an epoch: 'median', 'halving', 'hyperband', 'none' or None, or a "
         "pruner of optuna",
-        convert=_of_optuna("pruner", "prune"),
     )
 
 
