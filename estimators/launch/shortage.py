@@ -7,13 +7,14 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from pyspark.sql import SparkSession
 
 from ringspark.estimators.collectives.rendezvous.client import START_SECONDS
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.roster import RosterBuilder
+from ringspark.estimators.training.settings.values import C, GangConfig
 from ringspark.pipelines.spark_paths import is_remote
 
 # Wait for each new executor, in seconds, before a gang that lost workers continues with fewer workers: once
@@ -23,22 +24,6 @@ _SURVIVED_SECONDS, _FEWER_SECONDS = 1.0, 5.0
 _SAY_SECONDS = 5.0
 
 _logger = logging.getLogger(__name__)
-
-
-class Sizes(Protocol):
-    """Config values about the number of workers."""
-
-    @property
-    def num_workers(self) -> int: ...
-    @property
-    def workers_per_replica(self) -> int: ...
-    @property
-    def timeout_seconds(self) -> float: ...
-
-    def with_workers(self: C, num_workers: int) -> C: ...
-
-
-C = TypeVar("C", bound=Sizes)
 
 
 @dataclass
@@ -68,7 +53,7 @@ class Shortage:
     def _draw(self) -> None:
         self._patience = (2 * self._idle + 10.0) * random.uniform(1.0, 2.0)
 
-    def find(self, builder: RosterBuilder, config: Sizes, launch: int) -> str | None:
+    def find(self, builder: RosterBuilder, config: GangConfig, launch: int) -> str | None:
         """Returns why the tasks must stop waiting; None while they may wait."""
         if builder.roster is not None:
             self._since, self._said, self.survivors = None, False, 0
@@ -122,7 +107,7 @@ class Shortage:
         self._patience *= 2  # executors that start slowly must come at some time
         return config
 
-    def _fitting(self, config: Sizes, found: int) -> int | None:
+    def _fitting(self, config: GangConfig, found: int) -> int | None:
         fitting = found - found % config.workers_per_replica
         return fitting if fitting >= min(self.least, config.num_workers) else None
 

@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 from pyspark.sql import SparkSession
 
@@ -33,12 +33,13 @@ from ringspark.estimators.launch.monitor import NO_ROOM, Monitor
 from ringspark.estimators.launch.owner import write_owner
 from ringspark.estimators.launch.rank_output import wait_for_output, with_last_lines
 from ringspark.estimators.launch.roster import RosterBuilder
-from ringspark.estimators.launch.shortage import Shortage, Sizes
+from ringspark.estimators.launch.shortage import Shortage
 from ringspark.estimators.launch.spares import Spares
 from ringspark.estimators.launch.spark_job import SparkJob, cancellable, find_lost_workers, was_cancelled
 from ringspark.estimators.launch.taken import FREE_LOSSES, find_taken
 from ringspark.estimators.stages.session import spark_conf
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, is_committed, list_steps
+from ringspark.estimators.training.settings.values import C
 from ringspark.pipelines.job_names import name_jobs
 from ringspark.pipelines.spark_errors import advise_on_loss
 
@@ -55,30 +56,6 @@ _NOTICE_SECONDS = 30.0
 _TASK = re.compile(r"(?:ResultTask\(\d+, |Task )(\d+)")
 
 _logger = logging.getLogger(__name__)
-
-
-class GangSettings(Sizes, Protocol):
-    """Config values that the supervisor reads."""
-
-    @property
-    def run_uri(self) -> str: ...
-    @property
-    def min_workers(self) -> int | None: ...
-    @property
-    def use_gpu(self) -> bool: ...
-    @property
-    def collective(self) -> str: ...
-    @property
-    def max_workers(self) -> int | None: ...
-    @property
-    def can_grow(self) -> bool: ...
-    @property
-    def launch(self) -> str | None: ...
-    @property
-    def max_restarts(self) -> int: ...
-
-
-C = TypeVar("C", bound=GangSettings)
 
 
 @dataclass(kw_only=True)

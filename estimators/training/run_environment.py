@@ -177,9 +177,9 @@ def _describe_rank(device: torch.device, *, at_end: bool = False) -> bytes:
 
 
 def list_versions() -> dict[str, Any]:
-    """Returns the versions of Python and of `PACKAGES`, by name."""
+    """Returns the versions of Python and of the packages of a training, by name."""
     found: dict[str, Any] = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in _PACKAGES:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

@@ -6,7 +6,6 @@ import base64
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from ringspark.estimators.run.folder import RunFolder
 from ringspark.estimators.stages.storage_root import storage_root
 from ringspark.estimators.training.settings.recovery import Recovery
 from ringspark.estimators.training.settings.table import SETTINGS
+from ringspark.estimators.training.settings.values import GangConfig
 from ringspark.extras.functions.function_rank import Call, Script
 from ringspark.extras.functions.function_task import FunctionTask
 from ringspark.pipelines import storage
@@ -106,6 +106,8 @@ def run(
             use_gpu=useGpu,
             max_restarts=maxRestarts,
             timeout_seconds=timeoutSeconds,
+            # Only connects the tasks; the function makes its own process group.
+            collective="torch",
         ),
         make_work=lambda config: FunctionTask(
             call=pickled,
@@ -124,27 +126,6 @@ def run(
             discard(storage.join(folder.uri, run_layout.OWNER), run_layout.PARTS)
             discard(storage.join(folder.uri, run_layout.HEARTBEAT), run_layout.PARTS)
     return [cloudpickle.loads(base64.b64decode(text)) for text in results]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GangConfig:
-    """Config values that the supervisor reads, for a gang that runs a function instead of a training."""
-
-    run_uri: str
-    num_workers: int
-    use_gpu: bool
-    max_restarts: int
-    timeout_seconds: float
-    min_workers: int | None = None
-    max_workers: int | None = None
-    can_grow: bool = False
-    launch: str | None = None
-    workers_per_replica: int = 1
-    # Only connects the tasks; the function makes its own process group.
-    collective: str = "torch"
-
-    def with_workers(self, num_workers: int) -> GangConfig:
-        return replace(self, num_workers=num_workers)
 
 
 def _check_environment(environment: Any) -> dict[str, str]:

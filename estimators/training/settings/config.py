@@ -63,10 +63,6 @@ class TrainConfig(ConfigValues, JsonText):
             self, sync=AllReduce() if self.sync.sharding != "none" else self.sync, parallelism=mesh
         )
 
-    def with_workers(self, num_workers: int) -> TrainConfig:
-        """Returns the config for another number of workers; only the 'data' axis changes its size."""
-        return replace(self, num_workers=num_workers, parallelism=replace(self.parallelism, data=None))
-
     def to_json(self) -> str:
         return json.dumps(self._values(), default=_plain, indent=1, sort_keys=True)
 

@@ -13,7 +13,6 @@ Nothing here imports Spark, torch or pydantic, so that `--help` of a job stays f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_origin
 

@@ -1,9 +1,10 @@
-"""The fields of `TrainConfig`, and the values that follow from them."""
+"""The fields of `TrainConfig`, and the values that follow from them; `GangConfig` has those of any gang."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ringspark.estimators.options.finetuning import Pretrained
 from ringspark.estimators.training.batch_sizes import BatchSizes
@@ -19,14 +20,45 @@ from ringspark.estimators.training.settings.training import Training
 from ringspark.estimators.training.settings.workers import Workers
 from ringspark.models import MODELS, ModelSpec
 
+C = TypeVar("C", bound="GangConfig")
+
 
 @dataclass(frozen=True, kw_only=True)
-class ConfigValues(Data, Network, Training, Workers, Memory, Recovery, Observation):
+class GangConfig(Workers, Recovery):
+    """The settings of a gang, whatever its ranks run.
+
+    Attributes:
+        run_uri: Folder for progress, history and checkpoints.
+    """
+
+    run_uri: str
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Ranks along each axis of the mesh."""
+        return self.parallelism.sizes(self.num_workers)
+
+    @property
+    def workers_per_replica(self) -> int:
+        """Number of ranks in one replica: the product of all axes except 'data'."""
+        return self.num_workers // self.axes["data"]
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether all workers can end at a checkpoint together, to start again with more workers."""
+        return self.sync.in_step and self.checkpoint_every_seconds != 0
+
+    def with_workers(self: C, num_workers: int) -> C:
+        """Returns the config for another number of workers; only the 'data' axis changes its size."""
+        return replace(self, num_workers=num_workers, parallelism=replace(self.parallelism, data=None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigValues(Data, Network, Training, GangConfig, Memory, Observation):
     """The fields of `TrainConfig`: the settings that the ranks need, and the following.
 
     Attributes:
         shards_uri: Folder of the shards; its manifest describes the data.
-        run_uri: Folder for progress, history and checkpoints.
         model: `ModelSpec` as JSON text; None if `UserObjects.module` holds the model.
         input_columns: One column per positional argument of `forward`.
         label_columns: One column per output of the network.
@@ -47,7 +79,6 @@ class ConfigValues(Data, Network, Training, Workers, Memory, Recovery, Observati
     """
 
     shards_uri: str
-    run_uri: str
     input_columns: tuple[str, ...]
     label_columns: tuple[str, ...]
     task: Task = "any"
@@ -75,11 +106,6 @@ class ConfigValues(Data, Network, Training, Workers, Memory, Recovery, Observati
     def columns(self) -> list[str]:
         others = filter(None, (self.weight_column, self.soft_label_column))
         return [*self.input_columns, *self.label_columns, *others]
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Ranks along each axis of the mesh."""
-        return self.parallelism.sizes(self.num_workers)
 
     @property
     def cuts_network(self) -> bool:
@@ -130,11 +156,6 @@ class ConfigValues(Data, Network, Training, Workers, Memory, Recovery, Observati
         )
 
     @property
-    def can_grow(self) -> bool:
-        """Whether all workers can end at a checkpoint together, to start again with more workers."""
-        return self.sync.in_step and self.checkpoint_every_seconds != 0
-
-    @property
     def keeps_state(self) -> bool:
         """Whether a checkpoint is written at the end of the training, and stays."""
         return self.keep_training_state or self.certify or self.pause_after is not None
@@ -149,11 +170,6 @@ class ConfigValues(Data, Network, Training, Workers, Memory, Recovery, Observati
     def most_rows(self) -> int:
         """Rows of the largest batch on the rank with the most rows."""
         return math.ceil(self.batch_sizes.largest / self.num_copies)
-
-    @property
-    def workers_per_replica(self) -> int:
-        """Number of ranks in one replica: the product of all axes except 'data'."""
-        return self.num_workers // self.axes["data"]
 
     @property
     def _readers(self) -> str:
