@@ -121,10 +121,10 @@ def check_claims(
     if checkpoints.problem:
         return
     yield Check(name="settings", problem=_check_settings(run), note=_describe_starts(run))
-    if problem := _check_data(run):
-        yield Check(name="data", problem=problem)
+    data = Check(name="data", problem=_check_data(run))
+    yield data
+    if data.problem:
         return
-    yield Check(name="data")
     yield _check_code(run, objects)
     if run.end is not None:
         weights = Check(name="files of the final weights", problem=_check_end(run, run.end))

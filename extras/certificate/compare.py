@@ -79,12 +79,9 @@ def compare_roughly(start: str, claimed: str, replayed: str, tolerance: float) -
 
     Optimizer state, average and position count too, because they decide the weights of later checkpoints.
     """
-    distance = measure_distance(start, claimed, replayed)
-    if not distance <= tolerance:
-        return Difference(
-            text=f"weights at a distance of {distance:.3g} of their change, above {tolerance:g}",
-            distance=distance,
-        )
+    weights = _rate(measure_distance(start, claimed, replayed), tolerance)
+    if weights.text:
+        return weights
     for kind in (OPTIMIZER, AVERAGE):
         folders = [_read_tensors(uri, kind) for uri in (start, claimed, replayed)]
         for name, apart in _measure_groups(*folders).items():
@@ -94,19 +91,23 @@ def compare_roughly(start: str, claimed: str, replayed: str, tolerance: float) -
     left, right = read_record(claimed), read_record(replayed)
     for name in ("optimizer", "optimizer_values", "optimizer_groups"):
         if not _is_near(getattr(left, name), getattr(right, name)):
-            return Difference(text=f"another {name.replace('_', ' ')}", distance=distance)
+            return Difference(text=f"another {name.replace('_', ' ')}", distance=weights.distance)
     for name in vars(left.position):
         values = (getattr(left.position, name), getattr(right.position, name))
         if name not in (*_TIMES, "scaler", "non_finite") and not _is_near(*values):
-            return Difference(text=f"another {name.replace('_', ' ')} of the position", distance=distance)
-    return Difference(distance=distance)
+            text = f"another {name.replace('_', ' ')} of the position"
+            return Difference(text=text, distance=weights.distance)
+    return weights
 
 
 def compare_weights(start: str, claimed: str, replayed: str, tolerance: float) -> Difference:
     """Compares the weights of two folders without an optimizer state, as `compare_roughly` does."""
     read = tensor_file.read
     tensors = [_read_tensors(start, WEIGHTS), *(read(storage.join(u, WEIGHTS)) for u in (claimed, replayed))]
-    distance = _measure(*tensors)
+    return _rate(_measure(*tensors), tolerance)
+
+
+def _rate(distance: float, tolerance: float) -> Difference:
     text = f"weights at a distance of {distance:.3g} of their change, above {tolerance:g}"
     return Difference(text="" if distance <= tolerance else text, distance=distance)
 

@@ -32,14 +32,8 @@ _REFUSED = {
 
 # Params that choose the rows and columns of a table, which all trials share.
 _OF_TABLES = (
-    "timeCol",
-    "validationFraction",
-    "validationIndicatorCol",
-    "labelCol",
-    "weightCol",
-    "featuresCol",
-    "inputCols",
-    "columns",
+    *("timeCol", "validationFraction", "validationIndicatorCol"),
+    *("labelCol", "weightCol", "featuresCol", "inputCols", "columns"),
 )
 
 _SPEC = "model."
