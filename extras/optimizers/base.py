@@ -83,12 +83,9 @@ class DenseOptimizer(torch.optim.Optimizer):
         if unknown := sorted(given.keys() - self.settings.keys()):
             raise TypeError(f"{type(self).__name__} takes {list(self.settings)}, got {unknown[0]!r}")
         defaults = self.settings | given
-        if not defaults["lr"] >= 0:
-            raise ValueError(f"{type(self).__name__} needs a rate lr of 0 or above, got {defaults['lr']}")
-        if not defaults["weight_decay"] >= 0:
-            raise ValueError(
-                f"{type(self).__name__} needs a weight_decay of 0 or above, got {defaults['weight_decay']}"
-            )
+        for name, words in {"lr": "rate lr", "weight_decay": "weight_decay"}.items():
+            if not defaults[name] >= 0:
+                raise ValueError(f"{type(self).__name__} needs a {words} of 0 or above, got {defaults[name]}")
         super().__init__(params, defaults)
 
     def new_state(self, parameter: torch.Tensor) -> dict[str, Any]:

@@ -95,9 +95,7 @@ class SearchStage(SearchParams, Estimator, MLWritable, MLReadable[Any]):  # type
             if run_uri is not None:
                 prepared.keep_plan(run_uri)
             objective = Objective.of(fit, manifest, self.getMonitor(), self.getEvaluator(), held_out)
-            trainings = Trainings(
-                space=space, objective=objective, data=data, dataset=training, run_uri=run_uri
-            )
+            trainings = Trainings(space, objective, data)
             about = space.fixed_settings(fit, manifest)
             about |= {"space": space.text, "value": objective.text, "seed": str(self.getSeed())}
             loop = self._make_loop(trainings, fit.config.epochs, about)

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from pyspark import InheritableThread
-from pyspark.sql import DataFrame
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.checked_fit import CheckedFit
@@ -35,13 +34,11 @@ class Trainings:
     training has a new folder in the estimator's storageUri.
     """
 
-    def __init__(
-        self, *, space: Space, objective: Objective, data: TrialData, dataset: DataFrame, run_uri: str | None
-    ) -> None:
-        self.space, self.objective, self.run_uri = space, objective, run_uri
+    def __init__(self, space: Space, objective: Objective, data: TrialData) -> None:
+        self.space, self.objective, self.run_uri = space, objective, data.run_uri
         # Held while a thread asks for its next task; the loops hold it for their own state.
         self.lock = threading.Lock()
-        self._data, self._dataset = data, dataset
+        self._data = data
         self._token = uuid.uuid4().hex
         self._errors: list[BaseException] = []
         self._running: set[str] = set()
@@ -92,7 +89,7 @@ class Trainings:
             except BaseException as error:
                 self._end(error)
 
-        kind = threading.Thread if is_remote(self._dataset.sparkSession) else InheritableThread
+        kind = threading.Thread if is_remote(self._data.dataset.sparkSession) else InheritableThread
         threads = [kind(target=work, name=f"ringspark-search-{i}", daemon=True) for i in range(num_threads)]
         try:
             for thread in threads:
@@ -115,7 +112,7 @@ class Trainings:
 
         `begin` returns the fit, perhaps changed, before the workers start.
         """
-        estimator, spark = self.space.applied(values), self._dataset.sparkSession
+        estimator, spark = self.space.applied(values), self._data.dataset.sparkSession
         if self.run_uri is None:
             run = RunFolder.new(estimator._storage_root(spark))
         else:
@@ -126,7 +123,7 @@ class Trainings:
                 stop_uri = storage.join(run.uri, run_layout.STOP)
                 callbacks = [*estimator.getOrDefault("callbacks"), StopFile(stop_uri)]
                 estimator = estimator.copy({estimator.callbacks: callbacks})
-                fit = CheckedFit.of(estimator, self._dataset)
+                fit = CheckedFit.of(estimator, self._data.dataset)
                 manifest = self._data.manifest(fit.data)
                 with suppress(FileNotFoundError):
                     storage.remove(stop_uri)  # an earlier driver's

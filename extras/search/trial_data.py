@@ -27,8 +27,8 @@ class TrialData:
     """Shards of the training rows of a search."""
 
     def __init__(self, dataset: DataFrame, run_uri: str | None) -> None:
-        self._dataset = dataset
-        self._run_uri = run_uri
+        self.dataset = dataset
+        self.run_uri = run_uri
         self._lock = threading.Lock()
         self._written: dict[FitData, ShardManifest] = {}
 
@@ -36,15 +36,15 @@ class TrialData:
         """Returns the shards of a fit; the first call writes them. Thread-safe."""
         with self._lock:
             if data not in self._written:
-                if self._run_uri is None:
+                if self.run_uri is None:
                     uri = storage.join(data.root, f"{SHARDS}-{uuid.uuid4().hex[:12]}")
-                    self._written[data] = data.write(self._dataset, uri)
+                    self._written[data] = data.write(self.dataset, uri)
                 else:
-                    self._written[data] = self._kept(data, self._run_uri)
+                    self._written[data] = self._kept(data, self.run_uri)
             return self._written[data]
 
     def close(self) -> None:
-        if self._run_uri is None:
+        if self.run_uri is None:
             for manifest in self._written.values():
                 discard_shards(manifest)
 
@@ -55,11 +55,11 @@ class TrialData:
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
         uri = storage.join(run_uri, f"{SHARDS}-{digest}")
         if not storage.exists(storage.join(uri, MANIFEST_NAME)):
-            return data.write(self._dataset, uri)
+            return data.write(self.dataset, uri)
         manifest = ShardManifest.load(uri)
         discard_abandoned(f"{uri}-")
         # Another driver of this search may compare its rows, too.
-        again = data.write(self._dataset, f"{uri}-{uuid.uuid4().hex[:12]}")
+        again = data.write(self.dataset, f"{uri}-{uuid.uuid4().hex[:12]}")
         discard_shards(again)
         if changed := list_data_differences(manifest, again):
             raise ValueError(
