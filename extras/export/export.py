@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,7 +21,6 @@ from ringspark.estimators.lazy_imports import LazyRegistry
 from ringspark.estimators.names import first_line
 from ringspark.estimators.training.batch_transforms import PreparedNetwork
 from ringspark.estimators.training.settings.choices import InferencePrecision
-from ringspark.extras.export.portable_operators import replace_rare_operators
 from ringspark.extras.export.recording import TRACED_ROWS, trace_network
 from ringspark.extras.export.samples import MAX_ROWS, varying_sizes, zeros_of
 from ringspark.models.process_state import PROCESS_LOCK, silence_thread
@@ -28,6 +28,16 @@ from ringspark.pipelines import storage
 
 # Larger weights than one protobuf message holds go into a separate file.
 _ONNX_LIMIT = (2 << 30) - (64 << 20)
+# Giles, "Approximating the erfinv function" (GPU Computing Gems, 2010): fp32 coefficients for the middle and
+# for the tails, highest power first. The relative error is below 3e-7.
+_MIDDLE = (
+    *(2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087),
+    *(-0.00125372503, -0.00417768164, 0.246640727, 1.50140941),
+)
+_TAILS = (
+    *(-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773),
+    *(-0.0076224613, 0.00943887047, 1.00167406, 2.83297682),
+)
 
 
 class ExportError(ValueError):
@@ -57,7 +67,13 @@ class Export:
 
     def trace_portable(self, max_rows: int = MAX_ROWS) -> torch.export.ExportedProgram:
         """Traces the network into operators that other runtimes have."""
-        return replace_rare_operators(self.trace(max_rows))
+        program = self.trace(max_rows)
+        with PROCESS_LOCK, torch.no_grad(), silence_thread():
+            # Decomposes only `erfinv`, with which networks for tables encode numbers.
+            found: torch.export.ExportedProgram = program.run_decompositions(
+                {torch.ops.aten.erfinv.default: _erfinv}
+            )
+            return found
 
     def samples(self, rows: int) -> tuple[torch.Tensor, ...]:
         return zeros_of(self.inputs, rows)
@@ -163,3 +179,14 @@ def _export(export: Export, path: str, format: str) -> None:
                     storage.open_file(f"{there}/{name}", "wb") as writer,
                 ):
                     shutil.copyfileobj(source, writer, 16 << 20)
+
+
+def _erfinv(x: torch.Tensor) -> torch.Tensor:
+    w = -torch.log((1 - x) * (1 + x))
+    middle = _polynomial(_MIDDLE, w - 2.5)
+    tails = _polynomial(_TAILS, w.clamp(min=5.0).sqrt() - 3)
+    return torch.where(w < 5, middle, tails) * x
+
+
+def _polynomial(factors: Sequence[float], w: torch.Tensor) -> torch.Tensor:
+    return reduce(lambda result, factor: result * w + factor, factors[1:], torch.full_like(w, factors[0]))
