@@ -16,12 +16,14 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from ringspark.estimators.collectives.rendezvous import own_sockets
 from ringspark.estimators.collectives.rendezvous.channel import (
     ANSWER_BYTES,
     HANDSHAKE_SECONDS,
     LENGTH_BYTES,
+    Marks,
     check_answer,
     make_hello,
     rest_bytes,
@@ -193,166 +195,139 @@ def _parts(values: Sequence[bytes]) -> list[bytes]:
     return [zlib.compress(b"".join(each[at : at + width] for each in joined)) for at in begins]
 
 
-class _Peer:
-    """One connection to the server; bad input from it ends only this connection."""
-
-    def __init__(self, server: RendezvousServer, connection: socket.socket) -> None:
-        self._server = server
-        self._connection = connection
-        self._unsent = bytearray()
-        self._hello = make_hello()
-        self._expect(ANSWER_BYTES, self._prove)
-        connection.setblocking(False)
-        server.loop.add_reader(connection, self._read)
-        self._send(self._hello)
-
-    def end(self) -> None:
-        if self._connection.fileno() < 0:
-            return
-        self._server.forget(self)
-        self._server.loop.remove_reader(self._connection)
-        self._server.loop.remove_writer(self._connection)
-        # A forked child may hold a copy of the socket, and then close() alone does not end the connection.
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
-
-    def _expect(self, num_bytes: int, then: Callable[[bytes], None]) -> None:
-        """Reads the next `num_bytes` bytes and calls `then` with them."""
-        self._buffer, self._num_read, self._then = bytearray(num_bytes), 0, then
-
-    def _read(self) -> None:
-        try:
-            num_bytes = self._connection.recv_into(memoryview(self._buffer)[self._num_read :])
-            if not num_bytes:
-                raise ConnectionError("the peer closed the connection")
-            self._num_read += num_bytes
-            if self._num_read == len(self._buffer):
-                self._then(bytes(self._buffer))
-        except BlockingIOError:
-            return
-        except (OSError, ValueError, zlib.error):
-            self.end()
-
-    def _prove(self, answer: bytes) -> None:
-        proof, self._marks, rank = check_answer(self._server.secret, self._hello, answer)
-        self._send(proof)
-        self._server.admit(self, rank, self._connection.getpeername()[0])
-        self._expect(LENGTH_BYTES, self._begin_request)
-
-    def _begin_request(self, length: bytes) -> None:
-        self._expect(rest_bytes(length), partial(self._request, length))
-
-    def _request(self, length: bytes, rest: bytes) -> None:
-        message = self._marks.open(length, rest)
-        self._expect(LENGTH_BYTES, self._begin_request)
-        self._server.store.answer(message[NUMBER_BYTES:], partial(self._reply, message[:NUMBER_BYTES]))
-
-    def _reply(self, number: bytes, answer: bytes) -> None:
-        try:
-            frame = self._marks.seal(number + answer)
-        except ValueError:
-            # The answer is too long. Another peer's request may have triggered it, and must not fail.
-            frame = self._marks.seal(number + REFUSED)
-        self._send(frame)
-
-    def _send(self, data: bytes = b"") -> None:
-        """Sends as much as the connection takes now, and the rest later."""
-        if self._connection.fileno() < 0:
-            return
-        self._unsent += data
-        try:
-            with suppress(BlockingIOError):
-                del self._unsent[: self._connection.send(self._unsent)]
-        except OSError:
-            self.end()
-            return
-        if self._unsent:
-            self._server.loop.add_writer(self._connection, self._send)
-        else:
-            self._server.loop.remove_writer(self._connection)
-
-
 class RendezvousServer:
     """Serves until `close`; accepts no more connections once ranks 0 to `size - 1` have connected."""
 
     def __init__(self, host: str, size: int, secret: bytes, ports: Sequence[int] = (0,)) -> None:
         own_sockets.allow_sockets(size)
-        self._size = size
-        self.secret = secret
+        self._size, self._secret = size, secret
         self._listener = _listener(host, ports)
         # The system shortens the queue to the length that it allows.
         self._listener.listen(max(size + MAX_STRANGERS, socket.SOMAXCONN))
         self._listener.setblocking(False)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
-        self.loop = asyncio.SelectorEventLoop()
-        self.store = KeyValues(self.loop)
-        # Peers without a proof -> timer that ends the connection.
-        self._unproved: dict[_Peer, asyncio.TimerHandle] = {}
-        self._members: dict[int, _Peer] = {}
+        self._loop = asyncio.SelectorEventLoop()
+        self._store = KeyValues(self._loop)
+        # Tasks that serve peers without a proof -> timer that ends the task.
+        self._unproved: dict[asyncio.Task[None], asyncio.TimerHandle] = {}
+        self._members: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="ringspark-rendezvous", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         # At a second call the loop is closed already.
         with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
         self._listen()
-        self.loop.run_forever()
+        self._loop.run_forever()
         self._close_port()
-        for peer in [*self._unproved, *self._members.values()]:
-            peer.end()
-        self.loop.close()
+        while tasks := asyncio.all_tasks(self._loop):
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(tasks))
+        self._loop.close()
 
     def _listen(self) -> None:
         if self._listener.fileno() >= 0:
-            self.loop.add_reader(self._listener, self._accept)
-
-    def _pause(self) -> None:
-        self.loop.remove_reader(self._listener)
-        self.loop.call_later(_PAUSE_SECONDS, self._listen)
+            self._loop.add_reader(self._listener, self._accept)
 
     def _close_port(self) -> None:
-        if self._listener.fileno() < 0:
-            return
-        self.loop.remove_reader(self._listener)
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            _shut_down(self._listener)
 
     def _accept(self) -> None:
-        if len(self._unproved) + len(self._members) >= self._size + MAX_STRANGERS:
-            oldest, deadline = next(iter(self._unproved.items()))
-            if deadline.when() - self.loop.time() > HANDSHAKE_SECONDS - CROWDED_SECONDS:
-                self._pause()
-                return
-            oldest.end()
         try:
+            self._make_room()
             connection, _ = self._listener.accept()
         except OSError:
-            # No descriptors are left, or the connection broke in the queue; the next accept may succeed.
-            self._pause()
+            # No room or no descriptors are left, or the connection broke in the queue; accept again later.
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(_PAUSE_SECONDS, self._listen)
             return
-        with suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer = _Peer(self, connection)
-        self._unproved[peer] = self.loop.call_later(HANDSHAKE_SECONDS, peer.end)
+        connection.setblocking(False)
+        task = self._loop.create_task(self._serve(connection))
+        self._unproved[task] = self._loop.call_later(HANDSHAKE_SECONDS, task.cancel)
+        task.add_done_callback(self._forget)
+        task.add_done_callback(lambda _: _shut_down(connection))
 
-    def admit(self, peer: _Peer, rank: int, address: str) -> None:
-        self.forget(peer)
+    def _make_room(self) -> None:
+        """Ends the oldest connection without a proof if there are too many; OSError if it is too young."""
+        if len(self._unproved) + len(self._members) >= self._size + MAX_STRANGERS:
+            oldest, deadline = next(iter(self._unproved.items()))
+            if deadline.when() - self._loop.time() > HANDSHAKE_SECONDS - CROWDED_SECONDS:
+                raise OSError("all connections are taken")
+            self._forget(oldest)
+            oldest.cancel()
+
+    def _forget(self, task: Any) -> None:
+        if deadline := self._unproved.pop(task, None):
+            deadline.cancel()
+
+    async def _serve(self, connection: socket.socket) -> None:
+        """Serves one peer; bad input from it ends only this connection."""
+        with suppress(OSError, ValueError, zlib.error):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            hello = make_hello()
+            await self._loop.sock_sendall(connection, hello)
+            answer = await self._receive(connection, ANSWER_BYTES)
+            proof, marks, rank = check_answer(self._secret, hello, answer)
+            await self._loop.sock_sendall(connection, proof)
+            self._forget(asyncio.current_task())
+            self._admit(rank, connection.getpeername()[0])
+            await self._answer_requests(connection, marks)
+
+    def _admit(self, rank: int, address: str) -> None:
         if rank >= self._size or rank in self._members:
             raise ValueError(f"rank {rank} of {self._size} is connected already, or does not exist")
-        self._members[rank] = peer
-        self.store.set(f"{SEEN}{rank}".encode(), address.encode())
+        self._members.add(rank)
+        self._store.set(f"{SEEN}{rank}".encode(), address.encode())
         if len(self._members) == self._size:
             self._close_port()
 
-    def forget(self, peer: _Peer) -> None:
-        if deadline := self._unproved.pop(peer, None):
-            deadline.cancel()
+    async def _answer_requests(self, connection: socket.socket, marks: Marks) -> None:
+        frames: asyncio.Queue[bytes] = asyncio.Queue()
+
+        def reply(number: bytes, answer: bytes) -> None:
+            try:
+                frame = marks.seal(number + answer)
+            except ValueError:
+                # The answer is too long. Another peer's request may have triggered it, and must not fail.
+                frame = marks.seal(number + REFUSED)
+            frames.put_nowait(frame)
+
+        async def send() -> None:
+            with suppress(OSError):  # the reader notices, too
+                while True:
+                    await self._loop.sock_sendall(connection, await frames.get())
+
+        sending = self._loop.create_task(send())
+        try:
+            while True:
+                length = await self._receive(connection, LENGTH_BYTES)
+                message = marks.open(length, await self._receive(connection, rest_bytes(length)))
+                self._store.answer(message[NUMBER_BYTES:], partial(reply, message[:NUMBER_BYTES]))
+        finally:
+            sending.cancel()
+
+    async def _receive(self, connection: socket.socket, num_bytes: int) -> bytes:
+        received = bytearray()
+        while len(received) < num_bytes:
+            chunk = await self._loop.sock_recv(connection, min(num_bytes - len(received), 1 << 16))
+            if not chunk:
+                raise ConnectionError("the peer closed the connection")
+            received += chunk
+        return bytes(received)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    # A forked child may hold a copy of the socket, and then close() alone does not end the connection.
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 def _listener(host: str, ports: Sequence[int]) -> socket.socket:
