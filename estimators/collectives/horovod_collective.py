@@ -65,8 +65,6 @@ class HorovodCollective(NetworkCollective):
         super().__init__(member)
         self._hvd = hvd
         self._set = hvd.global_process_set if ranks is None else ranks
-        # Horovod matches the ranks' tensors by name; the counter gives each operation a new one.
-        self._operations = 0
 
     @classmethod
     def connect(cls, member: Member, meeting: RendezvousInfo) -> HorovodCollective:
@@ -140,24 +138,12 @@ class HorovodCollective(NetworkCollective):
             theirs = self._hvd.alltoall(mine, name=self._name("proof"), process_set=self._set)
         check_proofs(self.member, nonce, secret, bytes(theirs.numpy()))
 
-    def _name(self, operation: str) -> str:
-        self._operations += 1
-        return f"ringspark.{operation}.{self._operations}"  # names are per process set
-
-    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    def _start_all_reduce(
+        self, tensor: torch.Tensor, name: str, op: ReduceOp = "sum"
+    ) -> AsyncOperation[None]:
         ops = {"sum": self._hvd.Sum, "max": self._hvd.Max, "min": self._hvd.Min}
         with peer_errors("allreduce"):
-            result: torch.Tensor = self._hvd.allreduce(
-                tensor, op=ops[op], name=self._name("allreduce"), process_set=self._set
-            )
-        return result
-
-    def _start_sum(self, tensor: torch.Tensor, name: str) -> AsyncOperation[None]:
-        with peer_errors("allreduce"):
-            # The same name in every step, because Horovod caches negotiations by name.
-            handle = self._hvd.allreduce_async_(
-                tensor, op=self._hvd.Sum, name=f"ringspark.{name}", process_set=self._set
-            )
+            handle = self._hvd.allreduce_async_(tensor, op=ops[op], name=name, process_set=self._set)
 
         def wait() -> None:
             with peer_errors("allreduce"):
@@ -261,10 +247,6 @@ class HorovodCollective(NetworkCollective):
             ]
             for handle in handles:
                 self._hvd.synchronize(handle)
-
-    def _barrier(self) -> None:
-        with peer_errors("barrier"):
-            self._hvd.barrier(process_set=self._set)
 
     def close(self) -> None:
         self._release()

@@ -18,7 +18,8 @@ class NetworkCollective(ConnectedMember, ABC):
     def __init__(self, member: Member) -> None:
         super().__init__(member)
         self._memory: SharedMemory | None = None
-        self._num_uneven = 0  # reduce-scatters to shards of unequal length
+        # Horovod matches the ranks' tensors by name; the counter gives each operation a new one.
+        self._operations = 0
 
     def share(self, memory: SharedMemory | None) -> None:
         """Sets the shared memory for operations on CPUs; None uses the library. Runs on every rank."""
@@ -42,7 +43,7 @@ class NetworkCollective(ConnectedMember, ABC):
             result = tensor.clone()
             memory.all_reduce_(result.view(-1), op)
         else:
-            result = self._all_reduce(tensor, op)
+            result = self._all_reduce(tensor.clone(), op)
         self.traffic.all_reduce(num_bytes([result]))
         return result
 
@@ -54,15 +55,16 @@ class NetworkCollective(ConnectedMember, ABC):
             return self.operations.record_when_waited(
                 name, partial(memory.all_reduce_, tensor.view(-1), "sum")
             )
-        return self.operations.record_async(name, partial(self._start_sum, tensor, name))
+        return self.operations.record_async(
+            name, partial(self._start_all_reduce, tensor, f"ringspark.{name}")
+        )
 
     def start_reduce_scatter(self, tensor: torch.Tensor, counts: Sequence[int]) -> Callable[[], torch.Tensor]:
         tensor, memory = tensor.detach().contiguous(), self._memory_for(tensor)
         if memory is None and len(set(counts)) > 1:
             # One all-reduce instead of one reduce per rank: the libraries only support equal shards.
             whole = tensor.clone()
-            self._num_uneven += 1
-            start_sum = partial(self._start_sum, whole, f"reduce_scatter.{self._num_uneven}")
+            start_sum = partial(self._start_all_reduce, whole, self._name("reduce_scatter"))
             wait_for_sum = self.operations.record_async("reduce_scatter", start_sum)
             self.traffic.all_reduce(num_bytes([whole]))
 
@@ -135,15 +137,23 @@ class NetworkCollective(ConnectedMember, ABC):
     @record
     def barrier(self) -> None:
         if self._memory is None:
-            self._barrier()
+            self._all_reduce(torch.zeros(1), "sum")
         else:
             self._memory.all_gather(torch.zeros(0))
 
-    @abstractmethod
-    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor: ...
+    def _name(self, operation: str) -> str:
+        self._operations += 1
+        return f"ringspark.{operation}.{self._operations}"
+
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        """All-reduces `tensor` in place, and returns it."""
+        self._start_all_reduce(tensor, self._name("allreduce"), op).wait()
+        return tensor
 
     @abstractmethod
-    def _start_sum(self, tensor: torch.Tensor, name: str) -> AsyncOperation[None]: ...
+    def _start_all_reduce(
+        self, tensor: torch.Tensor, name: str, op: ReduceOp = "sum"
+    ) -> AsyncOperation[None]: ...
 
     @abstractmethod
     def _start_reduce_scatter(self, tensor: torch.Tensor) -> AsyncOperation[torch.Tensor]:
@@ -164,6 +174,3 @@ class NetworkCollective(ConnectedMember, ABC):
 
     @abstractmethod
     def _broadcast(self, tensors: list[torch.Tensor], root: int) -> None: ...
-
-    @abstractmethod
-    def _barrier(self) -> None: ...

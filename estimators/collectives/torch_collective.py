@@ -205,22 +205,13 @@ class TorchCollective(NetworkCollective):
             work.wait(timedelta(seconds=min(timeout_seconds, PROOF_SECONDS)))
         check_proofs(self.member, nonce, secret, bytes(theirs.numpy()))
 
-    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    def _start_all_reduce(
+        self, tensor: torch.Tensor, name: str, op: ReduceOp = "sum"
+    ) -> AsyncOperation[None]:
         ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-        result = tensor.clone()
         with peer_errors("allreduce"):
-            dist.all_reduce(result, op=ops[op], group=self.group)
-        return result
-
-    def _start_sum(self, tensor: torch.Tensor, name: str) -> AsyncOperation[None]:
-        with peer_errors("allreduce"):
-            work = dist.all_reduce(tensor, async_op=True, group=self.group)
-
-        def wait() -> None:
-            with peer_errors("allreduce"):
-                work.wait()
-
-        return AsyncOperation(wait=wait, is_done=work.is_completed)
+            work = dist.all_reduce(tensor, ops[op], self.group, async_op=True)
+        return AsyncOperation(wait=_waiter(work, "allreduce"), is_done=work.is_completed)
 
     def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
         counts = self._lengths(tensor) if counts is None else counts
@@ -300,10 +291,6 @@ class TorchCollective(NetworkCollective):
         with peer_errors("broadcast"):
             for tensor in tensors:
                 dist.broadcast(tensor, src=self._ranks[root], group=self.group)
-
-    def _barrier(self) -> None:
-        with peer_errors("barrier"):
-            dist.all_reduce(torch.zeros(1), group=self.group)
 
     def abort(self) -> None:
         stop = getattr(dist.distributed_c10d, "_abort_process_group", None)
