@@ -125,7 +125,7 @@ class SharedMemory:
         mine = slices[self._rank][self._rank]
         # Other ranks read this slice only after the next signal.
         mine.copy_(reduce(REDUCTIONS[op], [own[self._rank] for own in slices]))
-        self._wait(self._signal())
+        self._synchronize()
         for rank, target in enumerate(part.tensor_split(self.size)):
             target.copy_(slices[rank][rank])
 
@@ -136,7 +136,7 @@ class SharedMemory:
         places = self._views[data.dtype][self._turn]
         places[self._rank][: len(data)] = data
         _HEAD.pack_into(self._memory, self._head(self._rank), kind, num_bytes)
-        self._wait(self._signal())
+        self._synchronize()
         return places
 
     def _lengths(self, kind: int) -> list[int]:
@@ -148,21 +148,20 @@ class SharedMemory:
     def _head(self, rank: int) -> int:
         return (self._turn * self.size + rank) * (_HEAD_BYTES + _SLOT_BYTES)
 
-    def _signal(self) -> int:
+    def _synchronize(self) -> None:
+        """Sends every peer a signal, and waits for as many signals from it as it has got."""
         self._num_signals += 1
-        for rank, peer in self._peers.items():
-            with _peer_errors(rank):
+        rank = self._rank
+        try:
+            for rank, peer in self._peers.items():  # noqa: B007 (the error names it)
                 peer.send(b"1")
-        return self._num_signals
-
-    def _wait(self, number: int) -> None:
-        for rank, peer in self._peers.items():
-            while self._heard[rank] < number:
-                with _peer_errors(rank):
-                    heard = len(peer.recv(number - self._heard[rank]))
-                if not heard:
-                    raise CollectiveError(f"rank {rank} closed its connection")
-                self._heard[rank] += heard
+            for rank, peer in self._peers.items():
+                while missing := self._num_signals - self._heard[rank]:
+                    if not (heard := len(peer.recv(missing))):
+                        raise CollectiveError(f"rank {rank} closed its connection")
+                    self._heard[rank] += heard
+        except OSError as error:
+            raise CollectiveError(f"the connection to rank {rank} failed: {error}") from error
 
     def close(self) -> None:
         for peer in self._peers.values():
@@ -175,20 +174,6 @@ def _reduce(places: list[torch.Tensor], out: torch.Tensor, op: ReduceOp) -> None
     reduction(first, second, out=out)
     for other in others:
         reduction(out, other, out=out)
-
-
-class _peer_errors:  # noqa: N801
-    """Like `base.peer_errors` for a socket; a class, because a generator is slower."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, OSError):
-            raise CollectiveError(f"the connection to rank {self._rank} failed: {error}") from error
 
 
 def shared_bytes(num_ranks: int) -> int:
