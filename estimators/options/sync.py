@@ -178,17 +178,12 @@ class Asynchronous(Sync):
 
     @property
     def in_step(self) -> bool:
-        return False
+        return self.bound == 0
 
     @property
     def bound(self) -> int | None:
         """Largest number of steps that a worker may be ahead of the slowest; None for no bound."""
         return None
-
-    @property
-    def corrects(self) -> bool:
-        """Whether a late gradient is applied with a smaller rate."""
-        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,16 +200,8 @@ class ParameterServer(Asynchronous):
     strategy: ClassVar[str] = "parameter_server"
 
     @property
-    def in_step(self) -> bool:
-        return self.staleness == 0
-
-    @property
     def bound(self) -> int | None:
         return self.staleness
-
-    @property
-    def corrects(self) -> bool:
-        return self.correction == "staleness"
 
 
 @dataclass(frozen=True, kw_only=True)

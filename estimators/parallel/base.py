@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
+from torch.random import fork_rng
 
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
@@ -16,6 +17,7 @@ from ringspark.estimators.parallel.optimizer_state import (
     RootOf,
     first_rank,
     load_by_name,
+    parameter_names,
     state_by_name,
 )
 from ringspark.estimators.parallel.sync_settings import SyncSettings
@@ -50,6 +52,16 @@ def apply_change(own: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -
     before, after = before.to(own), after.to(own)
     moved = torch.where(own == before, after, own + (after - before))
     return torch.where(after == before, own, moved)
+
+
+@contextmanager
+def keep_buffers(network: nn.Module) -> Iterator[None]:
+    """Restores the network's buffers at the end."""
+    kept = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    yield
+    with torch.no_grad():
+        for buffer, value in kept:
+            restore(buffer, value)
 
 
 class GradientSync:
@@ -123,12 +135,9 @@ class GradientSync:
         """
         zeros = [values.new_zeros((1, *values.shape[1:])) for values in inputs]
         devices = {values.device for values in zeros if values.is_cuda}
-        buffers = [(buffer, buffer.clone()) for buffer in self.network.buffers()]
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
-            with suppress(Exception):  # user code may raise anything; then its counters stay
-                self.network.forward(*zeros)  # a hook of the network itself sees real rows only
-            for buffer, value in buffers:
-                restore(buffer, value)
+        # User code may raise anything; then its counters stay.
+        with fork_rng(devices=devices), torch.no_grad(), keep_buffers(self.network), suppress(Exception):
+            self.network.forward(*zeros)  # a hook of the network itself sees real rows only
 
     def forward_without_rows(self, inputs: Sequence[torch.Tensor]) -> None: ...
 
@@ -149,22 +158,19 @@ class GradientSync:
         for parameter in trained:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
-        with_gradients = [p for p in trained if p.grad is not None]
-        held = dense_values([p.grad for p in with_gradients if p.grad is not None])
-        is_dense = not any(p.grad is not None and p.grad.is_sparse for p in trained)
+        given = {p: p.grad for p in trained if p.grad is not None}
+        held = dense_values(list(given.values()))
         layout = layout_of(self.network)
-        if layout is not None:
-            names = {parameter: name for name, parameter in self.network.named_parameters()}
-            norm = layout.norm({names[p]: g for p, g in zip(with_gradients, held, strict=True)}).float()
-            if is_dense:
-                nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
-                return
-        elif is_dense:
-            nn.utils.clip_grad_norm_(trained, max_norm)
-            return
+        if layout is None:
+            norm: Any = nn.utils.get_total_norm(held)
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         else:
-            norm = nn.utils.get_total_norm(held)
-        torch._foreach_mul_(held, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+            names = parameter_names(self.network)
+            norm = layout.norm({names[p]: g for p, g in zip(given, held, strict=True)}).float()
+        if any(gradient.is_sparse for gradient in given.values()):
+            torch._foreach_mul_(held, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        else:
+            nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
 
     def step(self, scaler: Scaler) -> None:
         scaler.step(self.optimizer)

@@ -12,18 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
-from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.base import GradientSync, keep_buffers
 from ringspark.models.outputs import as_outputs
-
-
-@contextmanager
-def keep_buffers(network: nn.Module) -> Iterator[None]:
-    """Restores the network's buffers at the end."""
-    kept = [(buffer, buffer.clone()) for buffer in network.buffers()]
-    yield
-    with torch.no_grad():
-        for buffer, values in kept:
-            buffer.copy_(values)
 
 
 class EmptyPasses(GradientSync):

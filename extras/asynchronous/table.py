@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ringspark.estimators.options.sync import Asynchronous
+from ringspark.estimators.options.sync import Asynchronous, ParameterServer
 from ringspark.estimators.parallel.base import apply_change
 from ringspark.estimators.parallel.sharded.parameter_shards import hide_empty_groups
 
@@ -96,6 +96,7 @@ class ParameterTable:
         self._optimizer = optimizer
         self._size = size
         self._sync = sync
+        self._corrects = isinstance(sync, ParameterServer) and sync.correction == "staleness"
         self._timeout = timeout_seconds
         self._changed = threading.Condition()
         self._left: dict[int, int] = {}  # rank -> its clock when it left
@@ -112,7 +113,7 @@ class ParameterTable:
             else:
                 late = self.clocks.of_others(worker) - self._seen[worker]
                 if gradients:
-                    steps = late / (self._size - 1) if self._sync.corrects and self._size > 1 else 0.0
+                    steps = late / (self._size - 1) if self._corrects and self._size > 1 else 0.0
                     self._step(gradients, groups, 1.0 / self._size / max(1.0, steps))
                 if ends_step:
                     self.staleness[late] += 1

@@ -20,10 +20,10 @@ from torch import nn
 
 from ringspark.estimators.collectives.base import num_bytes
 from ringspark.estimators.options.mesh import AXES
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, share_weights
-from ringspark.estimators.parallel.empty_passes import EmptyPasses, keep_buffers
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, keep_buffers, share_weights
+from ringspark.estimators.parallel.empty_passes import EmptyPasses
 from ringspark.estimators.parallel.initial_weights import is_deferred, send_initial_weights
-from ringspark.estimators.parallel.layout import ModelLayout, layout_of
+from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh, ShardGroup
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, RootOf, first_rank
 from ringspark.estimators.parallel.sharded.parameter_shards import ELEMENTWISE, is_elementwise
@@ -252,20 +252,13 @@ class FsdpSync(EmptyPasses):
                 parameter.grad = None
         self._had = [0.0] * len(self._had)
 
+    @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> None:
         layout = layout_of(self.network)
-        if layout is not None:
-            self._clip_shards(max_norm, layout)
+        if layout is None:
+            super().clip_gradients(max_norm)
             return
-        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm: Any = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
-        if hasattr(norm, "full_tensor"):
-            norm = norm.full_tensor()
-        nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
-
-    @torch.no_grad()
-    def _clip_shards(self, max_norm: float, layout: ModelLayout) -> None:
-        """Clips the gradients of a sharded network; each element counts once over all ranks."""
+        # Each element counts once over all ranks.
         total = torch.zeros(1, dtype=torch.double)
         gradients = []
         for name, parameter in self._named.items():
