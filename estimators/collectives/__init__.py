@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from ringspark.estimators.collectives.base import Collective, CollectiveError, Rendezvous, RendezvousInfo
 from ringspark.estimators.collectives.traffic import Member
+from ringspark.estimators.lazy_imports import LazyRegistry
 from ringspark.pipelines.entry_points import load_entry_point
 
-# Name -> (module, class, the package it needs). Modules are imported when chosen, not before.
-COLLECTIVES: dict[str, tuple[str, str, str]] = {
-    "horovod": ("ringspark.estimators.collectives.horovod_collective", "HorovodCollective", "horovod"),
-    "torch": ("ringspark.estimators.collectives.torch_collective", "TorchCollective", "torch"),
-    "local": ("ringspark.estimators.collectives.local_collective", "LocalCollective", "torch"),
-}
-
+_FOLDER = "ringspark.estimators.collectives"
+COLLECTIVES: LazyRegistry[Any] = LazyRegistry(
+    {
+        "horovod": f"{_FOLDER}.horovod_collective:HorovodCollective",
+        "torch": f"{_FOLDER}.torch_collective:TorchCollective",
+        "local": f"{_FOLDER}.local_collective:LocalCollective",
+    }
+)
 
 # Other packages declare such a class as an entry point in this group.
 ENTRY_POINTS = "ringspark.collectives"
@@ -28,14 +29,13 @@ def collective_class(name: str) -> Any:
     """Returns the class registered as `name`; raises ValueError if it is not installed or incomplete."""
     if name not in COLLECTIVES:
         return load_entry_point(ENTRY_POINTS, "collective", name, COLLECTIVES, _NEEDED)
-    module, class_name, package = COLLECTIVES[name]
-    if find_spec(package) is None:
+    if name == "horovod" and find_spec(name) is None:
         # pip alone does not build it: its sources need an older C++ than this torch's headers.
         raise ValueError(
             f"collective {name!r} is not installed; set collective='torch', or build Horovod for this torch "
             "with `ringspark build-horovod`"
         )
-    return getattr(import_module(module), class_name)
+    return COLLECTIVES[name]
 
 
 __all__ = [

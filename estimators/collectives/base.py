@@ -215,17 +215,6 @@ def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 @contextmanager
-def contiguous(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yields contiguous tensors, for libraries that need them; copies new values back at the end."""
-    dense = [t.contiguous() for t in tensors]
-    yield dense
-    with torch.no_grad():
-        for tensor, copy in zip(tensors, dense, strict=True):
-            if copy is not tensor:
-                tensor.copy_(copy)
-
-
-@contextmanager
 def peer_errors(operation: str) -> Iterator[None]:
     """Turns a library's error inside a collective operation into `CollectiveError`."""
     try:

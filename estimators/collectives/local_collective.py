@@ -22,11 +22,7 @@ class LocalCollective(ConnectedMember):
 
     def __init__(self, member: Member | None = None) -> None:
         super().__init__(member or Member())
-        if self.member.size != 1:
-            raise ValueError(
-                f"collective 'local' serves one worker, got {self.member.size}; "
-                "set collective='horovod' or 'torch'"
-            )
+        assert self.member.size == 1
 
     @staticmethod
     def open_rendezvous(member: Member, secret: bytes, ports: Sequence[int] = (0,)) -> LocalRendezvous:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from ringspark.estimators.collectives.base import ConnectedMember, ReduceOp, contiguous, num_bytes
+from ringspark.estimators.collectives.base import ConnectedMember, ReduceOp, num_bytes
 from ringspark.estimators.collectives.operation_times import AsyncOperation, record
 from ringspark.estimators.collectives.shared_memory import REMEDY, SharedMemory
 from ringspark.estimators.collectives.traffic import Member
@@ -118,7 +118,8 @@ class NetworkCollective(ConnectedMember, ABC):
 
     @record
     def broadcast(self, tensors: list[torch.Tensor], root: int = 0) -> None:
-        with contiguous(tensors) as dense, torch.no_grad():
+        with torch.no_grad():
+            dense = [tensor.contiguous() for tensor in tensors]
             if memory := self._memory_for(*dense):
                 for tensor in dense:
                     flat = tensor.view(-1)
@@ -132,6 +133,9 @@ class NetworkCollective(ConnectedMember, ABC):
             else:
                 # Broadcast bytes, because not every library supports every dtype.
                 self._broadcast([tensor.view(-1).view(torch.uint8) for tensor in dense], root)
+            for tensor, copy in zip(tensors, dense, strict=True):
+                if copy is not tensor:
+                    tensor.copy_(copy)
         self.traffic.broadcast(num_bytes(tensors), root)
 
     @record

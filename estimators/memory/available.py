@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -56,13 +57,11 @@ def find_spark_limit(conf: Mapping[str, str]) -> Available | None:
 def find_process_limit() -> Available | None:
     """Returns the unused address space, which `spark.executor.pyspark.memory` limits."""
     try:
-        import resource
-
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         if limit == resource.RLIM_INFINITY:
             return None
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except (ImportError, OSError):
+    except OSError:
         return None
     return Available(
         num_bytes=max(0, limit - used),

@@ -164,10 +164,8 @@ class Options(metaclass=_AnyCase):
             lambda value, info: cls.of(value, info.context or ""),
         )
 
-    @classmethod
-    def from_values(cls: type[O], values: Mapping[str, Any]) -> O:
-        """Reads a result of `to_values`; raises ValueError if it is damaged."""
-        return cls.of(values)
+    # Reads a result of `to_values`.
+    from_values = of
 
     def to_values(self) -> dict[str, Any]:
         """Returns all options as plain data, with the name of a variant."""

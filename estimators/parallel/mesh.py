@@ -89,18 +89,9 @@ class RankMesh:
         full = {axis: (sizes or {}).get(axis, 1) for axis in AXES}
         if sizes is None:
             full["data"] = world.size
-        if math.prod(full.values()) != world.size:
-            raise ValueError(
-                f"parallelism's axes multiply to {math.prod(full.values())}, but there are {world.size} "
-                "ranks; start as many ranks as this product, or change an axis"
-            )
+        assert math.prod(full.values()) == world.size
         here = _coordinates(full)[world.rank]
         groups = _Groups(world, full)
-        if full["data"] < world.size and not hasattr(world, "part"):
-            raise ValueError(
-                f"parallelism needs collective 'torch', got {world.name!r}; set collective='torch', or give "
-                "all workers to 'data'"
-            )
         holders = (*_WEIGHTS, "sequence")
         return cls(
             world=world,

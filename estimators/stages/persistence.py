@@ -121,9 +121,6 @@ class StageWriter(MLWriter):
         if found:
             _swap(target, uri)
 
-    def saveImpl(self, path: str) -> None:
-        self._write(meaning_of(path))
-
     def _write(self, uri: str) -> None:
         spec: str | None = None
         plain: dict[str, Any] = {}

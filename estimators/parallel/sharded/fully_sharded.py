@@ -26,7 +26,7 @@ from ringspark.estimators.parallel.initial_weights import is_deferred, send_init
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh, ShardGroup
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, RootOf, first_rank
-from ringspark.estimators.parallel.sharded.parameter_shards import ELEMENTWISE, is_elementwise
+from ringspark.estimators.parallel.sharded.parameter_shards import check_optimizer
 from ringspark.estimators.parallel.sync_settings import SyncSettings
 from ringspark.models.outputs import as_outputs
 
@@ -40,11 +40,6 @@ class FullySharded:
         self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
     ) -> GradientSync:
         ranks = mesh.shard_group.all
-        if ranks.size > 1 and ranks.name != "torch":
-            raise ValueError(
-                f"sync=Zero(stage=3) needs collective 'torch', got {ranks.name!r}; set "
-                "collective='torch', or sync=Zero(stage=2)"
-            )
         if not is_deferred(module):
             share_weights(module, mesh)
         units = []
@@ -59,12 +54,7 @@ class FullySharded:
         optimizer = make_optimizer(module)
         if ranks.size == 1:
             return GradientSync(module, optimizer)
-        if not is_elementwise(optimizer):
-            raise ValueError(
-                "sync=Zero(stage=3) gives each rank only a shard of every parameter, but optimizer "
-                f"{type(optimizer).__name__} needs whole parameters; take one of "
-                f"{sorted(kind.__name__ for kind in ELEMENTWISE)}, or set sync=Zero(stage=2)"
-            )
+        check_optimizer(optimizer, settings.sync)
         return FsdpSync(module, optimizer, units, mesh.shard_group, settings.micro_batches)
 
 

@@ -232,7 +232,7 @@ def hide_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, sync: Sync) -> None:
-    """Raises ValueError if the optimizer needs whole parameters: a parameter server holds only slices."""
+    """Raises ValueError if the optimizer needs whole parameters, of which `sync` gives it only slices."""
     if not is_elementwise(optimizer):
         raise ValueError(
             f"sync={sync!r} splits parameters at any element, but optimizer "
