@@ -11,30 +11,15 @@ import hashlib
 import hmac
 import socket
 import struct
-import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from ringspark.estimators.collectives.rendezvous import own_sockets
-from ringspark.estimators.collectives.rendezvous.channel import (
-    ANSWER_BYTES,
-    HANDSHAKE_SECONDS,
-    LENGTH_BYTES,
-    Marks,
-    check_answer,
-    make_hello,
-    rest_bytes,
-)
+from ringspark.estimators.collectives.rendezvous.channel import LENGTH_BYTES, Marks, rest_bytes
+from ringspark.estimators.collectives.rendezvous.member_port import MemberPort, shut_down
 
-# Connections that strangers may hold, in addition to one per rank.
-MAX_STRANGERS = 64
-# While there is no room, a peer without a proof is disconnected after this time to admit the next one.
-CROWDED_SECONDS = 1.0
-# Interval of looking for room, while a connection waits in the queue.
-_PAUSE_SECONDS = 0.01
 # The longest time, in seconds, that a request waits at the server; then the client asks again.
 MAX_WAIT_SECONDS = 10.0
 MAX_STORED_BYTES = 64 << 20
@@ -195,100 +180,23 @@ def _parts(values: Sequence[bytes]) -> list[bytes]:
     return [zlib.compress(b"".join(each[at : at + width] for each in joined)) for at in begins]
 
 
-class RendezvousServer:
+class RendezvousServer(MemberPort):
     """Serves until `close`; accepts no more connections once ranks 0 to `size - 1` have connected."""
 
     def __init__(self, host: str, size: int, secret: bytes, ports: Sequence[int] = (0,)) -> None:
         own_sockets.allow_sockets(size)
-        self._size, self._secret = size, secret
-        self._listener = _listener(host, ports)
-        # The system shortens the queue to the length that it allows.
-        self._listener.listen(max(size + MAX_STRANGERS, socket.SOMAXCONN))
-        self._listener.setblocking(False)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
-        self._loop = asyncio.SelectorEventLoop()
-        self._store = KeyValues(self._loop)
-        # Tasks that serve peers without a proof -> timer that ends the task.
-        self._unproved: dict[asyncio.Task[None], asyncio.TimerHandle] = {}
-        self._members: set[int] = set()
-        self._thread = threading.Thread(target=self._run, name="ringspark-rendezvous", daemon=True)
-        self._thread.start()
+        super().__init__("ringspark-rendezvous", host, secret, range(size), ports)
+        self.address = f"{host}:{self.port}"
+        self._store = KeyValues(self.loop)
+        self.open()
 
-    def close(self) -> None:
-        # At a second call the loop is closed already.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
+    def admit(self, rank: int, connection: socket.socket, marks: Marks) -> None:
+        self._store.set(f"{SEEN}{rank}".encode(), connection.getpeername()[0].encode())
+        task = self.loop.create_task(self._serve(connection, marks))
+        task.add_done_callback(lambda _: shut_down(connection))
 
-    def _run(self) -> None:
-        self._listen()
-        self._loop.run_forever()
-        self._close_port()
-        while tasks := asyncio.all_tasks(self._loop):
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.wait(tasks))
-        self._loop.close()
-
-    def _listen(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._loop.add_reader(self._listener, self._accept)
-
-    def _close_port(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._loop.remove_reader(self._listener)
-            _shut_down(self._listener)
-
-    def _accept(self) -> None:
-        try:
-            self._make_room()
-            connection, _ = self._listener.accept()
-        except OSError:
-            # No room or no descriptors are left, or the connection broke in the queue; accept again later.
-            self._loop.remove_reader(self._listener)
-            self._loop.call_later(_PAUSE_SECONDS, self._listen)
-            return
-        connection.setblocking(False)
-        task = self._loop.create_task(self._serve(connection))
-        self._unproved[task] = self._loop.call_later(HANDSHAKE_SECONDS, task.cancel)
-        task.add_done_callback(self._forget)
-        task.add_done_callback(lambda _: _shut_down(connection))
-
-    def _make_room(self) -> None:
-        """Ends the oldest connection without a proof if there are too many; OSError if it is too young."""
-        if len(self._unproved) + len(self._members) >= self._size + MAX_STRANGERS:
-            oldest, deadline = next(iter(self._unproved.items()))
-            if deadline.when() - self._loop.time() > HANDSHAKE_SECONDS - CROWDED_SECONDS:
-                raise OSError("all connections are taken")
-            self._forget(oldest)
-            oldest.cancel()
-
-    def _forget(self, task: Any) -> None:
-        if deadline := self._unproved.pop(task, None):
-            deadline.cancel()
-
-    async def _serve(self, connection: socket.socket) -> None:
-        """Serves one peer; bad input from it ends only this connection."""
-        with suppress(OSError, ValueError, zlib.error):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            hello = make_hello()
-            await self._loop.sock_sendall(connection, hello)
-            answer = await self._receive(connection, ANSWER_BYTES)
-            proof, marks, rank = check_answer(self._secret, hello, answer)
-            await self._loop.sock_sendall(connection, proof)
-            self._forget(asyncio.current_task())
-            self._admit(rank, connection.getpeername()[0])
-            await self._answer_requests(connection, marks)
-
-    def _admit(self, rank: int, address: str) -> None:
-        if rank >= self._size or rank in self._members:
-            raise ValueError(f"rank {rank} of {self._size} is connected already, or does not exist")
-        self._members.add(rank)
-        self._store.set(f"{SEEN}{rank}".encode(), address.encode())
-        if len(self._members) == self._size:
-            self._close_port()
-
-    async def _answer_requests(self, connection: socket.socket, marks: Marks) -> None:
+    async def _serve(self, connection: socket.socket, marks: Marks) -> None:
+        """Serves one rank; bad input from it ends only this connection."""
         frames: asyncio.Queue[bytes] = asyncio.Queue()
 
         def reply(number: bytes, answer: bytes) -> None:
@@ -302,45 +210,17 @@ class RendezvousServer:
         async def send() -> None:
             with suppress(OSError):  # the reader notices, too
                 while True:
-                    await self._loop.sock_sendall(connection, await frames.get())
+                    await self.loop.sock_sendall(connection, await frames.get())
 
-        sending = self._loop.create_task(send())
+        sending = self.loop.create_task(send())
         try:
-            while True:
-                length = await self._receive(connection, LENGTH_BYTES)
-                message = marks.open(length, await self._receive(connection, rest_bytes(length)))
-                self._store.answer(message[NUMBER_BYTES:], partial(reply, message[:NUMBER_BYTES]))
+            with suppress(OSError, ValueError, zlib.error):
+                while True:
+                    length = await self.receive(connection, LENGTH_BYTES)
+                    message = marks.open(length, await self.receive(connection, rest_bytes(length)))
+                    self._store.answer(message[NUMBER_BYTES:], partial(reply, message[:NUMBER_BYTES]))
         finally:
             sending.cancel()
-
-    async def _receive(self, connection: socket.socket, num_bytes: int) -> bytes:
-        received = bytearray()
-        while len(received) < num_bytes:
-            chunk = await self._loop.sock_recv(connection, min(num_bytes - len(received), 1 << 16))
-            if not chunk:
-                raise ConnectionError("the peer closed the connection")
-            received += chunk
-        return bytes(received)
-
-
-def _shut_down(connection: socket.socket) -> None:
-    # A forked child may hold a copy of the socket, and then close() alone does not end the connection.
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
-
-
-def _listener(host: str, ports: Sequence[int]) -> socket.socket:
-    family, *_, (address, _, *scope) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    for port in ports:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.bind((address, port, *scope))
-            return listener
-        except OSError as error:
-            listener.close()
-            refused = error
-    raise refused
 
 
 def _number(text: bytes) -> int:

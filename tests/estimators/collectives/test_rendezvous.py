@@ -23,10 +23,10 @@ from ringspark.estimators.collectives.rendezvous.channel import (
 )
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.horovod_proxy import HorovodProxy
+from ringspark.estimators.collectives.rendezvous.member_port import MAX_STRANGERS
 from ringspark.estimators.collectives.rendezvous.peer_proof import check_proofs, proofs_for
 from ringspark.estimators.collectives.rendezvous.server import (
     MAX_STORED_BYTES,
-    MAX_STRANGERS,
     KeyValues,
     RendezvousServer,
     meeting_ports,
