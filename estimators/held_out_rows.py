@@ -45,16 +45,10 @@ _BUCKETS = 1 << 30
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A DataFrame with a column that is true in the rows that are held out.
-
-    Attributes:
-        indicator: Name of the column.
-        key: What chose the rows, for comparing two splits.
-    """
+    """A DataFrame with a column, `indicator`, that is true in the rows that are held out."""
 
     dataset: DataFrame
     indicator: str
-    key: tuple[Any, ...]
 
 
 def check_one_choice(estimator: Any) -> None:
@@ -81,12 +75,12 @@ def hold_out(estimator: Any, dataset: DataFrame, names: Sequence[str], is_sketch
     given, fraction = value_of(estimator, "validationIndicatorCol"), estimator.getValidationFraction()
     time = estimator.getTimeCol()
     if given:
-        return HeldOut(dataset, given, ())
+        return HeldOut(dataset, given)
     share = _SHARE if fraction is None else fraction
     if is_sketch:
         if time:
             find_time(dataset, time)
-        return HeldOut(dataset.withColumn(HELD_OUT_COLUMN, F.lit(False)), HELD_OUT_COLUMN, ())
+        return HeldOut(dataset.withColumn(HELD_OUT_COLUMN, F.lit(False)), HELD_OUT_COLUMN)
     if time:
         return hold_out_newest(dataset, time, share)
     return hold_out_at_random(dataset, names, share, estimator.getSeed())
@@ -101,9 +95,9 @@ def hold_out_at_random(dataset: DataFrame, names: Sequence[str], share: float, s
     Args:
         dataset: Rows that are the same in every job, see `fix_rows`.
     """
-    key, schema = (seed, share), dataset.schema
+    schema, indicator = dataset.schema, _indicator((seed, share))
     values = [value for name in names for value in _hashable(F.col(quote(name)), schema[name].dataType)]
-    digest, indicator = F.xxhash64(F.lit(seed), *values), _indicator(key)
+    digest = F.xxhash64(F.lit(seed), *values)
     held = F.pmod(digest, F.lit(_BUCKETS)) < F.lit(int(share * _BUCKETS))
     found = dataset.agg(F.count(F.lit(1)), F.count(F.when(held, F.lit(1)))).head()
     assert found is not None
@@ -120,7 +114,7 @@ def hold_out_at_random(dataset: DataFrame, names: Sequence[str], share: float, s
         cut = dataset.agg(F.percentile_approx(indicator, most, 10_000)).head()
         assert cut is not None
         held = F.col(indicator) <= F.lit(cut[0])
-    return HeldOut(dataset.withColumn(indicator, held), indicator, key)
+    return HeldOut(dataset.withColumn(indicator, held), indicator)
 
 
 def _indicator(key: tuple[Any, ...]) -> str:
@@ -167,10 +161,8 @@ def hold_out_newest(dataset: DataFrame, name: str, share: float) -> HeldOut:
         raise ValueError(f"timeCol {name!r} is {given} in every row; give validationFraction instead")
     # If the newest rows all have the time of the cut, they are held out, and all older rows train.
     newest = number > F.lit(cut) if cut < last else number >= F.lit(cut)
-    key = (name, share)
-    return HeldOut(
-        dataset.withColumn(_indicator(key), F.coalesce(newest, F.lit(False))), _indicator(key), key
-    )
+    indicator = _indicator((name, share))
+    return HeldOut(dataset.withColumn(indicator, F.coalesce(newest, F.lit(False))), indicator)
 
 
 def find_time(dataset: DataFrame, name: str) -> StructField:

@@ -39,17 +39,7 @@ class Feed:
     def read(self, column: pa.Array) -> tuple[pa.Array, dict[int, str]]:
         return (column, {}) if self.kind is None else self.kind.read(column)
 
-    def __call__(self, column: pa.Array) -> Array:
-        """Returns an array of shape (rows, ...), fp32 or int64, from the column that `Feed.read` returned."""
-        if self.kind is None:
-            values = to_input(self.name, column, self.shape, fills_nulls=self.fills_nulls)
-            return values.astype(self.dtype, copy=False) if self.dtype else values
-        return self._select(self._make_arrays(self.kind, column))
-
-    def _select(self, made: dict[str, Array]) -> Array:
-        return to_network_input(made[self.part])
-
-    def _make_arrays(self, kind: Kind, column: pa.Array) -> dict[str, Array]:
+    def make_arrays(self, kind: Kind, column: pa.Array) -> dict[str, Array]:
         valid = None
         if column.null_count:
             if not self.fills_nulls:
@@ -64,18 +54,20 @@ class Feed:
 
 
 def make_inputs(feeds: Sequence[Feed], columns: Sequence[pa.Array]) -> list[Array]:
-    """Returns the arguments of `forward`; makes several arrays of one column at once. See `Feed.__call__`."""
+    """Returns the arguments of `forward`, (rows, ...) fp32 or int64, from the results of `Feed.read`."""
+    # A column type makes all arrays of a column at once.
     made: dict[tuple[str, int], dict[str, Array]] = {}
-    inputs = []
-    for feed, column in zip(feeds, columns, strict=True):
+
+    def make(feed: Feed, column: pa.Array) -> Array:
         if feed.kind is None:
-            inputs.append(feed(column))
-            continue
+            values = to_input(feed.name, column, feed.shape, fills_nulls=feed.fills_nulls)
+            return values.astype(feed.dtype, copy=False) if feed.dtype else values
         key = feed.name, id(feed.kind)
         if key not in made:
-            made[key] = feed._make_arrays(feed.kind, column)
-        inputs.append(feed._select(made[key]))
-    return inputs
+            made[key] = feed.make_arrays(feed.kind, column)
+        return to_network_input(made[key][feed.part])
+
+    return [make(feed, column) for feed, column in zip(feeds, columns, strict=True)]
 
 
 def unread_error(name: str, problem: str) -> ValueError:

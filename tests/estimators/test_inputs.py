@@ -116,7 +116,7 @@ def test_what_fit_refuses_transform_refuses(rows, message):
 
 def test_a_kept_null_of_bytes_becomes_zeros_if_the_training_had_none():
     feed = Feed(name="x", kind=Binary("raw", shape=(2,)), fills_nulls=True)
-    assert feed(pa.array([b"ab", None], pa.binary())).tolist() == [[97, 98], [0, 0]]
+    assert make_inputs([feed], [pa.array([b"ab", None], pa.binary())])[0].tolist() == [[97, 98], [0, 0]]
 
 
 def test_a_network_gets_the_starts_of_ragged_rows():
