@@ -121,25 +121,24 @@ def _apply_to_chain(net: nn.Module, policy: str | int) -> None:
 
 
 def _longest_chain(net: nn.Module, setting: str) -> tuple[str, Chain]:
-    best: tuple[str, Chain] | None = None
-    best_length = 1
-    for name, module in net.named_modules():
-        if isinstance(module, nn.Sequential | nn.ModuleList):
-            blocks = [block for block in module if any(True for _ in block.parameters())]
-            if isinstance(module, nn.ModuleList):
-                # A list may hold parallel layers (embedding tables, heads), so only items of several layers
-                # count as blocks. A single layer has little to recompute anyway.
-                blocks = [block for block in blocks if any(True for _ in block.children())]
-            length = len(blocks)
-            if length > best_length:
-                path = f"{type(net).__name__}.{name}".rstrip(".")
-                best, best_length = (path, module), length
-    if best is None:
+    chains = {name: module for name, module in net.named_modules() if isinstance(module, Chain)}
+    name = max(chains, key=lambda name: len(chain_blocks(chains[name])), default="")
+    if not chains or len(chain_blocks(chains[name])) < 2:
         raise ValueError(
             f"{setting} found no chain of blocks in {type(net).__name__}; use an nn.Sequential or "
             "nn.ModuleList of at least two items with parameters, or give a list of submodule names"
         )
-    return best
+    return f"{type(net).__name__}.{name}".rstrip("."), chains[name]
+
+
+def chain_blocks(chain: Chain) -> list[nn.Module]:
+    """Returns the items of a chain that have parameters and, in a list, child modules."""
+    blocks = [block for block in chain if any(True for _ in block.parameters())]
+    if isinstance(chain, nn.ModuleList):
+        # A list may hold parallel layers (embedding tables, heads), so only items of several layers count as
+        # blocks. A single layer has little to recompute anyway.
+        blocks = [block for block in blocks if any(True for _ in block.children())]
+    return blocks
 
 
 def _callables(block: nn.Module) -> list[nn.Module]:

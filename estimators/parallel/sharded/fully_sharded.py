@@ -28,6 +28,7 @@ from ringspark.estimators.parallel.mesh import RankMesh, ShardGroup
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, RootOf, first_rank
 from ringspark.estimators.parallel.sharded.parameter_shards import check_optimizer
 from ringspark.estimators.parallel.sync_settings import SyncSettings
+from ringspark.models.activation_checkpoint import Chain, chain_blocks
 from ringspark.models.outputs import as_outputs
 
 
@@ -126,17 +127,10 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     A chain is an `nn.Sequential`, or an `nn.ModuleList` of modules that have children; of equally long
     chains, the outermost counts. Returns an empty list if no chain has two blocks.
     """
-    best: list[nn.Module] = []
-    for chain in module.modules():
-        if not isinstance(chain, nn.Sequential | nn.ModuleList) or chain is module:
-            continue
-        blocks = [block for block in chain if any(True for _ in block.parameters())]
-        if isinstance(chain, nn.ModuleList):
-            blocks = [block for block in blocks if any(True for _ in block.children())]
-        if len(blocks) > max(1, len(best)):
-            best = blocks
-    if not best and isinstance(module, nn.Sequential):
-        best = [block for block in module if any(True for _ in block.parameters())]
+    chains = [chain for chain in module.modules() if isinstance(chain, Chain) and chain is not module]
+    best = max(map(chain_blocks, chains), key=len, default=[])
+    if len(best) < 2:
+        best = chain_blocks(module) if isinstance(module, nn.Sequential) else []
     uses = _uses(module)
 
     def stands_alone(block: nn.Module) -> bool:
