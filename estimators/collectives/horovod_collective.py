@@ -50,8 +50,6 @@ _FUSION = "HOROVOD_FUSION_THRESHOLD"
 _TURN_BYTES = 512 << 10
 # Rank 0 stores 4 bytes per pair of ranks while they connect; without room Horovod would end the process.
 _MOST_RANKS = 4_000
-# Horovod counts the elements of an all-to-all in 32 bits, so `_gather` sends bytes above this number.
-_MOST_ELEMENTS = 2**31 - 1
 
 _logger = logging.getLogger(__name__)
 
@@ -154,46 +152,13 @@ class HorovodCollective(NetworkCollective):
 
         return AsyncOperation(wait=wait, is_done=partial(self._hvd.poll, handle))
 
-    def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
-        if counts is None:
-            counts = self._allgather(torch.tensor([len(tensor)])).tolist()
-            self.traffic.all_gather([8] * self.size)
+    def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
         self.traffic.all_gather([count * tensor.element_size() for count in counts])
-        return self._gather_in_turns(tensor, counts)
-
-    def _gather(self, tensor: torch.Tensor, counts: Sequence[int] | None, root: int) -> list[torch.Tensor]:
-        # Horovod has no gather, so use an all-to-all.
-        is_root, at_root = self.rank == root, [int(rank == root) for rank in range(self.size)]
-        if counts is not None and sum(counts) > _MOST_ELEMENTS:
-            width = tensor.element_size()
-            arriving = [count * width if is_root else 0 for count in counts]
-            sent = [len(tensor) * width * there for there in at_root]
-            received = self._all_to_all(tensor.view(torch.uint8), sent, arriving)
-            return [p.view(tensor.dtype) for p in torch.split(received, arriving)] if is_root else []
-        splits = torch.tensor([len(tensor) * there for there in at_root], dtype=torch.int32)
-        with peer_errors("gather"):
-            joined, lengths = self._hvd.alltoall(
-                tensor, splits, name=self._name("gather"), process_set=self._set
-            )
-        return list(torch.split(joined, lengths.tolist())) if is_root else []
-
-    def _start_reduce_scatter(self, tensor: torch.Tensor) -> AsyncOperation[torch.Tensor]:
-        with peer_errors("reduce-scatter"):
-            handle = self._hvd.reducescatter_async(
-                tensor, op=self._hvd.Sum, name=self._name("reducescatter"), process_set=self._set
-            )
-
-        def wait() -> torch.Tensor:
-            with peer_errors("reduce-scatter"):
-                result: torch.Tensor = self._hvd.synchronize(handle)
-            return result
-
-        return AsyncOperation(wait=wait, is_done=partial(self._hvd.poll, handle))
-
-    def _gather_in_turns(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
         width = max(1, _TURN_BYTES // tensor.element_size())
         if max(counts) <= width or tensor.device.type == "cuda":
-            return list(torch.split(self._allgather(tensor), list(counts)))
+            with peer_errors("allgather"):
+                joined = self._hvd.allgather(tensor, name=self._name("allgather"), process_set=self._set)
+            return list(torch.split(joined, list(counts)))
         pieces = [tensor.new_empty(count) for count in counts]
         turns = range(0, max(counts), width)
         with peer_errors("allgather"):
@@ -210,12 +175,18 @@ class HorovodCollective(NetworkCollective):
                     part.copy_(values)
         return pieces
 
-    def _allgather(self, tensor: torch.Tensor) -> torch.Tensor:
-        with peer_errors("allgather"):
-            result: torch.Tensor = self._hvd.allgather(
-                tensor, name=self._name("allgather"), process_set=self._set
+    def _start_reduce_scatter(self, tensor: torch.Tensor) -> AsyncOperation[torch.Tensor]:
+        with peer_errors("reduce-scatter"):
+            handle = self._hvd.reducescatter_async(
+                tensor, op=self._hvd.Sum, name=self._name("reducescatter"), process_set=self._set
             )
-        return result
+
+        def wait() -> torch.Tensor:
+            with peer_errors("reduce-scatter"):
+                result: torch.Tensor = self._hvd.synchronize(handle)
+            return result
+
+        return AsyncOperation(wait=wait, is_done=partial(self._hvd.poll, handle))
 
     def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
         received = joined.new_empty(sum(arriving))

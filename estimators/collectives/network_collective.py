@@ -85,7 +85,7 @@ class NetworkCollective(ConnectedMember, ABC):
     def all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None = None) -> list[torch.Tensor]:
         tensor, memory = tensor.detach().contiguous(), self._memory_for(tensor)
         if memory is None:
-            return self._all_gather(tensor, counts)
+            return self._all_gather(tensor, self._lengths(tensor) if counts is None else counts)
         pieces = memory.all_gather(tensor)
         if counts is None:
             self.traffic.all_gather([8] * self.size)
@@ -100,7 +100,13 @@ class NetworkCollective(ConnectedMember, ABC):
         self.traffic.gather(num_bytes([tensor]), root)
         if memory := self._memory_for(tensor):
             return memory.all_gather(tensor, is_read=self.rank == root)
-        return self._gather(tensor, counts, root)
+        # The libraries only gather tensors of equal length, so use an all-to-all.
+        counts, width = self._lengths(tensor) if counts is None else counts, tensor.element_size()
+        sent = [len(tensor) * width * (rank == root) for rank in range(self.size)]
+        arriving = [count * width * (self.rank == root) for count in counts]
+        received = self._all_to_all(tensor.view(torch.uint8), sent, arriving)
+        parts = [part.view(tensor.dtype) for part in torch.split(received, arriving)]
+        return parts if self.rank == root else []
 
     @record
     def all_to_all(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
@@ -145,6 +151,10 @@ class NetworkCollective(ConnectedMember, ABC):
         else:
             self._memory.all_gather(torch.zeros(0))
 
+    def _lengths(self, tensor: torch.Tensor) -> list[int]:
+        own = torch.tensor([len(tensor)], device=tensor.device)
+        return [int(length) for length in self._all_gather(own, [1] * self.size)]
+
     def _name(self, operation: str) -> str:
         self._operations += 1
         return f"ringspark.{operation}.{self._operations}"
@@ -164,13 +174,8 @@ class NetworkCollective(ConnectedMember, ABC):
         """Reduce-scatters equal shards."""
 
     @abstractmethod
-    def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
+    def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
         """All-gathers, and counts the bytes, which depend on the library's padding."""
-
-    @abstractmethod
-    def _gather(
-        self, tensor: torch.Tensor, counts: Sequence[int] | None, root: int
-    ) -> list[torch.Tensor]: ...
 
     @abstractmethod
     def _all_to_all(self, joined: torch.Tensor, sent: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:

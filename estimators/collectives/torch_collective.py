@@ -213,8 +213,7 @@ class TorchCollective(NetworkCollective):
             work = dist.all_reduce(tensor, ops[op], self.group, async_op=True)
         return AsyncOperation(wait=_waiter(work, "allreduce"), is_done=work.is_completed)
 
-    def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
-        counts = self._lengths(tensor) if counts is None else counts
+    def _all_gather(self, tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
         if len(set(counts)) == 1:
             return self._gather_equal(tensor)
         # Gloo only gathers tensors of equal length, so make them equal first. Padding each to the longest
@@ -225,9 +224,6 @@ class TorchCollective(NetworkCollective):
         part = self._all_to_all(tensor, sent, arriving)
         whole = torch.cat(self._gather_equal(F.pad(part, (0, even[0] - len(part)))))
         return list(torch.split(whole[: sum(counts)], list(counts)))
-
-    def _lengths(self, tensor: torch.Tensor) -> list[int]:
-        return [int(n) for n in self._gather_equal(torch.tensor([len(tensor)], device=tensor.device))]
 
     def _gather_equal(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         pieces = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -242,10 +238,6 @@ class TorchCollective(NetworkCollective):
                 work.wait()
         self.traffic.all_gather([num_bytes([tensor])] * self.size)
         return pieces
-
-    def _gather(self, tensor: torch.Tensor, counts: Sequence[int] | None, root: int) -> list[torch.Tensor]:
-        counts = self._lengths(tensor) if counts is None else counts
-        return gather_on_root(tensor, counts, self.group, self._ranks, root)
 
     def _start_reduce_scatter(self, tensor: torch.Tensor) -> AsyncOperation[torch.Tensor]:
         mine = tensor.new_empty(len(tensor) // self.size)
@@ -273,8 +265,7 @@ class TorchCollective(NetworkCollective):
             works = [dist.irecv(of[p], src=self._ranks[p], **known) for p in peers if len(of[p])]
             works += [dist.isend(to[p], dst=self._ranks[p], **known) for p in peers if len(to[p])]
             for work in works:
-                if work is not None:
-                    work.wait()
+                work.wait()
         return received
 
     def start_send(self, tensor: torch.Tensor, to: int) -> Callable[[], None]:
@@ -325,21 +316,15 @@ def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: b
 
 
 @peer_errors("gather")
-def gather_on_root(
-    tensor: torch.Tensor,
-    counts: Sequence[int],
-    group: Any = None,
-    ranks: Sequence[int] | None = None,
-    root: int = 0,
-) -> list[torch.Tensor]:
+def gather_on_root(tensor: torch.Tensor, counts: Sequence[int], group: Any, root: int) -> list[torch.Tensor]:
     """Gathers 1-D tensors on rank `root`; other ranks get none. Gloo's own gather needs equal lengths."""
-    members = range(len(counts)) if ranks is None else ranks
-    if dist.get_rank() != members[root]:
+    ranks = dist.get_process_group_ranks(group)
+    if dist.get_rank() != ranks[root]:
         if len(tensor):
-            dist.send(tensor, dst=members[root], group=group)
+            dist.send(tensor, dst=ranks[root], group=group)
         return []
     pieces = [tensor if i == root else tensor.new_empty(count) for i, count in enumerate(counts)]
-    arriving = [(r, piece) for i, (r, piece) in enumerate(zip(members, pieces, strict=True)) if i != root]
+    arriving = [(r, piece) for i, (r, piece) in enumerate(zip(ranks, pieces, strict=True)) if i != root]
     works: list[Any] = [dist.irecv(piece, src=r, group=group) for r, piece in arriving if len(piece)]
     for work in works:
         work.wait()

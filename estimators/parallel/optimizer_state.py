@@ -131,8 +131,6 @@ def gather_value(value: StateValue, root: int = 0) -> StateValue:
     if hasattr(value, "fetch"):
         # A result of `ModelLayout.make_fetchable`.
         return value.fetch()  # type: ignore[no-any-return]
-    import torch.distributed as dist
-
     from ringspark.estimators.collectives.torch_collective import gather_on_root
 
     sharded: Any = value
@@ -146,10 +144,7 @@ def gather_value(value: StateValue, root: int = 0) -> StateValue:
     rows, size = len(value), mesh.size(mesh.ndim - 1)
     most = -(-rows // size)
     counts = [max(0, min(most, rows - rank * most)) * value.shape[1:].numel() for rank in range(size)]
-    group = mesh.get_group(mesh.ndim - 1)
-    shards = gather_on_root(
-        shard.contiguous().reshape(-1), counts, group, dist.get_process_group_ranks(group), root
-    )
+    shards = gather_on_root(shard.contiguous().reshape(-1), counts, mesh.get_group(mesh.ndim - 1), root)
     return torch.cat(shards).reshape(value.shape) if shards else shard
 
 

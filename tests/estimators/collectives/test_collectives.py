@@ -127,14 +127,8 @@ def _gathers(collective: Collective) -> Any:
     result["on root"] = [piece.tolist() for piece in collective.gather(torch.arange(3 * rank), known)]
     result["sent"] = collective.bytes_sent - before
     result["nothing on root"] = [len(piece) for piece in collective.gather(torch.zeros(0), [0] * size)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(horovod_collective, "_MOST_ELEMENTS", 2)
-        long_pieces = collective.gather(torch.arange(3 * rank), known)
-        last_long = collective.gather(torch.arange(3 * rank), known, root=size - 1)
-    result["more than Horovod counts on root"] = [piece.tolist() for piece in long_pieces]
     last = collective.gather(torch.arange(3 * rank), known, root=size - 1)
     result["on the last"] = [piece.tolist() for piece in last]
-    result["more than Horovod counts on the last"] = [piece.tolist() for piece in last_long]
     files = gather_bytes(collective, bytes([0, 255]) * rank, to_all=False)
     result["bytes on root"] = [data.hex() for data in files]
     return result
@@ -147,14 +141,12 @@ def test_tensors_of_any_length_are_gathered_by_rank(name, size):
         result = found["gathers"]
         on_root = {
             "on root": [list(range(3 * r)) for r in range(size)],
-            "more than Horovod counts on root": [list(range(3 * r)) for r in range(size)],
             "nothing on root": [0] * size,
             "bytes on root": ["00ff" * r for r in range(size)],
         }
         for key, wanted_on_root in on_root.items():
             assert result[key] == ([] if rank else wanted_on_root), key
-        for key in ("on the last", "more than Horovod counts on the last"):
-            assert result[key] == (on_root["on root"] if rank == size - 1 else []), key
+        assert result["on the last"] == (on_root["on root"] if rank == size - 1 else [])
         # Ranks send their values to rank 0 only.
         assert result["sent"] == 3 * 8 * rank
         for dtype in DTYPES:
