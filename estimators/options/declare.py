@@ -35,19 +35,8 @@ class _Signature:
     """Signature of a class of options for `help` and editors; its types omit the ranges."""
 
     def __get__(self, instance: object, owner: Any) -> inspect.Signature:
-        hints, empty = get_type_hints(owner), inspect.Parameter.empty
-        kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-        return inspect.Signature(
-            [
-                inspect.Parameter(
-                    each.name,
-                    kinds[bool(each.kw_only)],
-                    default=empty if each.default is MISSING else each.default,
-                    annotation=hints[each.name],
-                )
-                for each in sorted(fields(owner), key=lambda each: bool(each.kw_only))
-            ]
-        )
+        hints, (_, *options) = get_type_hints(owner), inspect.signature(owner.__init__).parameters.values()
+        return inspect.Signature([each.replace(annotation=hints[each.name]) for each in options])
 
 
 class _AnyCase(type):
