@@ -13,11 +13,16 @@ def interface_of(host: str) -> str | None:
 
     Without an interface Gloo binds to the address of the host name, which is often a loopback alias.
     """
-    address = _resolve(host)
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            return str(name)
-    return "lo" if address.startswith("127.") and "lo" in psutil.net_if_addrs() else None
+    address, own = _resolve(host), own_addresses()
+    return own.get(address, "lo" if address.startswith("127.") and "lo" in own.values() else None)
+
+
+def own_addresses() -> dict[str, str]:
+    """Returns the addresses of this host, each with the name of its interface."""
+    entries = [(each, name) for name, known in psutil.net_if_addrs().items() for each in known]
+    found = {e.address: name for e, name in entries if e.family in (socket.AF_INET, socket.AF_INET6)}
+    # A link-local address is useless without its interface.
+    return {address: name for address, name in found.items() if "%" not in address}
 
 
 def own_address(host: str, towards: str) -> str:
@@ -26,8 +31,7 @@ def own_address(host: str, towards: str) -> str:
     If `host` resolves to a loopback address, returns the address from which it connects to `towards`, the
     driver's host.
     """
-    entries = [entry for addresses in psutil.net_if_addrs().values() for entry in addresses]
-    own = {entry.address for entry in entries}
+    own = own_addresses()
     for address in (_resolve(host), _source_towards(towards)):
         if address in own and not ipaddress.ip_address(address).is_loopback:
             return address

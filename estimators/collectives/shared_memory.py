@@ -60,9 +60,10 @@ class SharedMemory:
             peer.settimeout(timeout_seconds)
         self._num_signals = 0  # number of signals to the peers
         self._heard = dict.fromkeys(self._peers, 0)  # number of signals from each peer
+        num_bytes = 2 * self.size * (_HEAD_BYTES + _SLOT_BYTES)
         # Allocates the memory now: if memory is short, this fails, but a later write would end the process.
-        os.posix_fallocate(memory, 0, shared_bytes(self.size))
-        self._memory = mmap.mmap(memory, shared_bytes(self.size))
+        os.posix_fallocate(memory, 0, num_bytes)
+        self._memory = mmap.mmap(memory, num_bytes)
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._places = whole.view(2, self.size, _HEAD_BYTES + _SLOT_BYTES)[:, :, _HEAD_BYTES:]
         self._turn = 0
@@ -176,22 +177,13 @@ def _reduce(places: list[torch.Tensor], out: torch.Tensor, op: ReduceOp) -> None
         reduction(out, other, out=out)
 
 
-def shared_bytes(num_ranks: int) -> int:
-    return 2 * num_ranks * (_HEAD_BYTES + _SLOT_BYTES)
-
-
-def may_share(member: Member) -> bool:
-    """Whether 2 to `MOST_RANKS` ranks are all on one host, on a system with shared memory.
+def open_shared_memory(client: RendezvousClient, member: Member, timeout: float) -> SharedMemory | None:
+    """Makes memory that 2 to `MOST_RANKS` ranks of one host share; None if they cannot. Runs on every rank.
 
     `RINGSPARK_SHARED_MEMORY=0` in the environment of all ranks disables it.
     """
-    is_wanted = os.environ.get("RINGSPARK_SHARED_MEMORY") != "0"
-    return is_wanted and hasattr(os, "memfd_create") and 1 < member.size == member.local_size <= MOST_RANKS
-
-
-def open_shared_memory(client: RendezvousClient, member: Member, timeout: float) -> SharedMemory | None:
-    """Makes memory that the ranks of one host share; None if they cannot. Runs on every rank."""
-    if not may_share(member):
+    is_wanted = os.environ.get("RINGSPARK_SHARED_MEMORY") != "0" and hasattr(os, "memfd_create")
+    if not is_wanted or not 1 < member.size == member.local_size <= MOST_RANKS:
         return None
     made = None
     with ExitStack() as kept:

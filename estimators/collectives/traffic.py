@@ -76,32 +76,29 @@ class Traffic:
         self._whole = whole
         self.bytes_sent = 0
 
-    def _add(self, num_bytes: int) -> None:
+    def send(self, num_bytes: int) -> None:
         self.bytes_sent += num_bytes
         if self._whole is not None:
-            self._whole._add(num_bytes)
+            self._whole.send(num_bytes)
 
     def all_reduce(self, num_bytes: int) -> None:
         size = self._member.size
-        self._add(2 * (size - 1) * num_bytes // size)
+        self.send(2 * (size - 1) * num_bytes // size)
 
     def all_gather(self, pieces: list[int]) -> None:
         # The next rank's tensor arrives here last, after the whole ring.
-        self._add(sum(pieces) - pieces[(self._member.rank + 1) % self._member.size])
+        self.send(sum(pieces) - pieces[(self._member.rank + 1) % self._member.size])
 
     def gather(self, num_bytes: int, root: int) -> None:
         if self._member.rank != root:
-            self._add(num_bytes)
+            self.send(num_bytes)
 
     def reduce_scatter(self, parts: list[int]) -> None:
-        self._add(sum(parts) - parts[self._member.rank])
+        self.send(sum(parts) - parts[self._member.rank])
 
     def all_to_all(self, pieces: list[int]) -> None:
-        self._add(sum(pieces) - pieces[self._member.rank])
-
-    def send(self, num_bytes: int) -> None:
-        self._add(num_bytes)
+        self.send(sum(pieces) - pieces[self._member.rank])
 
     def broadcast(self, num_bytes: int, root: int) -> None:
         if (self._member.rank + 1) % self._member.size != root:
-            self._add(num_bytes)
+            self.send(num_bytes)

@@ -8,10 +8,8 @@ milliseconds, other processes on the members' hosts can connect too.
 from __future__ import annotations
 
 import json
-import socket
 
-import psutil
-
+from ringspark.estimators.collectives.network import own_addresses
 from ringspark.estimators.collectives.rendezvous import own_sockets
 from ringspark.estimators.collectives.rendezvous.client import RendezvousClient
 from ringspark.estimators.collectives.rendezvous.server import SEEN
@@ -43,10 +41,7 @@ def machines_of(client: RendezvousClient, member: Member) -> list[str]:
     The list is empty if a service mesh or address translation changes addresses: rank 0 then sees a member
     connect from an address that the member's host does not have.
     """
-    entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
-    found = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
-    # A link-local address is useless without its interface.
-    own = [address for address in found if "%" not in address]
+    own = list(own_addresses())
     seen = (client.get(f"{SEEN}{member.rank}") or b"").decode()
     known = json.dumps(own if seen in own else []).encode()
     gathered = [json.loads(text) for text in client.all_gather("addresses", known, client.patience)]
