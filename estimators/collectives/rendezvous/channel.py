@@ -75,19 +75,6 @@ def rest_bytes(length: bytes) -> int:
     return int(num_bytes) + MAC_BYTES
 
 
-class Channel:
-    def __init__(self, connection: socket.socket, marks: Marks) -> None:
-        self._connection = connection
-        self._marks = marks
-
-    def send(self, payload: bytes) -> None:
-        self._connection.sendall(self._marks.seal(payload))
-
-    def receive(self) -> bytes:
-        length = read_exactly(self._connection, LENGTH_BYTES)
-        return self._marks.open(length, read_exactly(self._connection, rest_bytes(length)))
-
-
 def make_hello() -> bytes:
     return MAGIC + os.urandom(NONCE_BYTES)
 
@@ -104,10 +91,11 @@ def check_answer(secret: bytes, hello: bytes, answer: bytes) -> tuple[bytes, Mar
 
 def prove_as_client(
     connection: socket.socket, secret: bytes, rank: int, seconds: float = HANDSHAKE_SECONDS
-) -> Channel:
+) -> Marks:
     """Proves to the server that this process knows the secret, and checks the server's proof.
 
-    The time limit includes the time in the queue of a server that is busy with other clients.
+    Returns the `Marks` for later messages. The time limit includes the time in the queue of a server that is
+    busy with other clients.
     """
     deadline = time.monotonic() + seconds
     hello = read_exactly(connection, len(MAGIC) + NONCE_BYTES, deadline)
@@ -120,7 +108,7 @@ def prove_as_client(
     if not hmac.compare_digest(mac, _mac(secret, b"server", hello, answer)):
         raise ChannelError("the server does not know the secret of this run")
     connection.settimeout(None)
-    return Channel(connection, Marks(_mac(secret, b"session", hello, answer), serves=False))
+    return Marks(_mac(secret, b"session", hello, answer), serves=False)
 
 
 def read_exactly(connection: socket.socket, num_bytes: int, deadline: float | None = None) -> bytes:

@@ -15,9 +15,12 @@ from ringspark.estimators.collectives.base import CollectiveError
 from ringspark.estimators.collectives.rendezvous import own_sockets
 from ringspark.estimators.collectives.rendezvous.channel import (
     HANDSHAKE_SECONDS,
-    Channel,
+    LENGTH_BYTES,
     ChannelError,
+    Marks,
     prove_as_client,
+    read_exactly,
+    rest_bytes,
 )
 from ringspark.estimators.collectives.rendezvous.server import (
     DONE,
@@ -52,10 +55,10 @@ class RendezvousClient:
         # With one port, rank 0 is running; otherwise it may not have started yet.
         is_running = "," not in address
         self.patience = timeout_seconds if is_running else max(timeout_seconds, START_SECONDS)
-        self._connection, channel = _connect(member, address, secret, self.patience)
+        self._connection, marks = _connect(member, address, secret, self.patience)
         # Rank 0 may be suspended, and no rank should wait forever.
         self._connection.settimeout(timeout_seconds + MAX_WAIT_SECONDS)
-        self._requests = _Requests(channel)
+        self._requests = _Requests(self._connection, marks)
         self._prefix = ""
 
     def within(self, name: str, member: Member) -> RendezvousClient:
@@ -133,10 +136,10 @@ class RendezvousClient:
 
 
 class _Requests:
-    """Sends requests of several threads over one channel; a waiting request delays no other request."""
+    """Sends requests of several threads on one connection; a waiting request delays no other request."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, connection: socket.socket, marks: Marks) -> None:
+        self._connection, self._marks = connection, marks
         self._changed = threading.Condition()
         self._numbers = count()
         self._answers: dict[bytes, bytes] = {}
@@ -145,7 +148,7 @@ class _Requests:
     def ask(self, *parts: bytes) -> bytes:
         with self._changed:
             number = (next(self._numbers) % 2**32).to_bytes(NUMBER_BYTES, "big")
-            self._channel.send(number + pack(*parts))
+            self._connection.sendall(self._marks.seal(number + pack(*parts)))
             while number not in self._answers:
                 if self._is_reading:
                     self._changed.wait()
@@ -158,7 +161,8 @@ class _Requests:
         self._is_reading = True
         self._changed.release()
         try:
-            message = self._channel.receive()
+            length = read_exactly(self._connection, LENGTH_BYTES)
+            message = self._marks.open(length, read_exactly(self._connection, rest_bytes(length)))
         finally:
             self._changed.acquire()
             self._is_reading = False
@@ -168,7 +172,7 @@ class _Requests:
 
 def _connect(
     member: Member, address: str, secret: bytes, timeout_seconds: float
-) -> tuple[socket.socket, Channel]:
+) -> tuple[socket.socket, Marks]:
     host, ports = address.rsplit(":", 1)
     deadline = time.monotonic() + timeout_seconds
     for port in cycle(ports.split(",")):
