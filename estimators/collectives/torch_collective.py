@@ -117,17 +117,17 @@ class TorchCollective(NetworkCollective):
     name = "torch"
 
     def __init__(
-        self, member: Member, use_gpu: bool, client: RendezvousClient, store: MemberStore | None = None
+        self,
+        member: Member,
+        meeting: RendezvousInfo,
+        client: RendezvousClient,
+        store: MemberStore | None = None,
     ) -> None:
         super().__init__(member)
         self.group: Any = None
         # World ranks of the group.
         self._ranks: Sequence[int] = range(member.size)
-        self._use_gpu = use_gpu
-        self.client = client
-        self._store = store
-        self._meeting: RendezvousInfo | None = None
-        self._machines: list[str] = []
+        self._meeting, self.client, self._store = meeting, client, store
         self._parts = 0
 
     @classmethod
@@ -137,16 +137,14 @@ class TorchCollective(NetworkCollective):
         with ExitStack() as failed:
             failed.callback(client.close)
             # All ranks have finished their imports, so Gloo's ports are open only briefly.
-            machines = machines_of(client, member)
-            guard = PortGuard(machines)
+            guard = PortGuard(machines_of(client, member))
             store = MemberStore(client, guard, seconds)
             with peer_errors("joining the process group"):
                 _join(member, store, seconds, meeting.use_gpu)
             # Every pair is connected, so later connections to Gloo's port are strangers'.
             guard.shut()
             store.ranks = None
-            collective = cls(member, meeting.use_gpu, client, store)
-            collective._meeting, collective._machines = meeting, machines
+            collective = cls(member, meeting, client, store)
             failed.callback(collective.abort)
             collective._set_nccl_interface()
             collective._prove(shared_nonce(client, member, seconds), meeting.secret, seconds)
@@ -163,12 +161,11 @@ class TorchCollective(NetworkCollective):
 
         The groups are ascending and disjoint, and equal on all ranks.
         """
-        assert self._meeting is not None
         assert self._store is not None
         seconds = self._meeting.timeout_seconds
         self._parts += 1
         name = f"part{self._parts}"
-        guard = self._store.guard = PortGuard(self._machines)
+        guard = self._store.guard = PortGuard(self._store.guard.addresses)
         mine = next((list(ranks) for ranks in groups if self.rank in ranks), [])
         member = self.member.within(mine or [self.rank])
         own = self._store.ranks = self.client.within(f"{name}/{mine[:1]}", member)
@@ -178,7 +175,7 @@ class TorchCollective(NetworkCollective):
                 # Every rank makes every group in the same order, so that torch names them alike.
                 group = dist.new_group(ranks, timeout=timedelta(seconds=seconds))
                 if ranks == mine:
-                    made = TorchCollective(member, self._use_gpu, own)
+                    made = TorchCollective(member, self._meeting, own)
                     made.group, made._ranks = group, ranks
                     made.traffic = Traffic(member, self.traffic)
                     made.operations = self.operations
@@ -285,7 +282,7 @@ class TorchCollective(NetworkCollective):
 
     def abort(self) -> None:
         stop = getattr(dist.distributed_c10d, "_abort_process_group", None)
-        if self._use_gpu and stop is not None:
+        if self._meeting.use_gpu and stop is not None:
             # NCCL's destroy waits for operations that will never end; its abort does not.
             stop()
         self.close()

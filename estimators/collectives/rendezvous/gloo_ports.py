@@ -20,15 +20,15 @@ class PortGuard:
     """Guards the sockets on which this process starts to listen from now on."""
 
     def __init__(self, addresses: list[str]) -> None:
-        self._addresses = addresses
+        self.addresses = addresses
         self._before = set(own_sockets.listening())
         self._guarded: set[int] = set()
 
     def restrict(self) -> None:
         """Restricts new ports to the members' hosts; call it before publishing a new port."""
         new = own_sockets.listening().keys() - self._before - self._guarded
-        if new and self._addresses:
-            own_sockets.admit_only(new, self._addresses)
+        if new and self.addresses:
+            own_sockets.admit_only(new, self.addresses)
         self._guarded |= new
 
     def shut(self) -> None:

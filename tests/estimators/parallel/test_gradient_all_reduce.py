@@ -14,7 +14,7 @@ from small_networks import Net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ringspark.estimators.collectives import Collective, Member
+from ringspark.estimators.collectives import Collective, Member, RendezvousInfo
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.collectives.torch_collective import TorchCollective
 from ringspark.estimators.parallel.base import GradientSync
@@ -131,7 +131,8 @@ def test_a_rank_that_fails_in_its_backward_pass_closes_its_connections(tie):
     """The error keeps the frames alive; a running all-reduce would keep the group and block its peers."""
     before = _sockets()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    collective = TorchCollective(Member(), False, SimpleNamespace(close=lambda: None))
+    meeting = RendezvousInfo(address="", secret=b"")
+    collective = TorchCollective(Member(), meeting, SimpleNamespace(close=lambda: None))
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
     def fails(gradient: torch.Tensor) -> None:
