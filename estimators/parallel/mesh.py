@@ -91,20 +91,35 @@ class RankMesh:
             full["data"] = world.size
         assert math.prod(full.values()) == world.size
         here = _coordinates(full)[world.rank]
-        groups = _Groups(world, full)
+        # Axes of size 1 make equal groups, which share a collective.
+        made: dict[str, Collective] = {}
+
+        def over(*axes: str) -> Collective:
+            groups = group_ranks(full, axes)
+            if world.size == 1 and "data" in axes:
+                return world
+            if str(groups) not in made:
+                made[str(groups)] = join_group(world, groups)
+            return made[str(groups)]
+
+        def shard_over(*axes: str) -> ShardGroup:
+            if full["shard"] == 1:
+                return ShardGroup(over(*axes), over(*axes))
+            return ShardGroup(over(*axes), over("shard"), over(*(axis for axis in axes if axis != "shard")))
+
         holders = (*_WEIGHTS, "sequence")
         return cls(
             world=world,
-            data=groups.over(ROWS),
+            data=over(*ROWS),
             sizes=full,
             coordinates=here,
-            axes={axis: groups.over((axis,)) for axis in AXES},
-            replica=groups.over(MODEL),
-            gradients=groups.over((*ROWS, "sequence")),
-            expert_gradients=groups.over(("data", "shard", "sequence")),
-            shard_group=groups.shard_group((*ROWS, "sequence")),
-            expert_shard_group=groups.shard_group(("data", "shard", "sequence")),
-            holders=groups.over(holders),
+            axes={axis: over(axis) for axis in AXES},
+            replica=over(*MODEL),
+            gradients=over(*ROWS, "sequence"),
+            expert_gradients=over("data", "shard", "sequence"),
+            shard_group=shard_over(*ROWS, "sequence"),
+            expert_shard_group=shard_over("data", "shard", "sequence"),
+            holders=over(*holders),
             is_first_replica=all(here[axis] == 0 for axis in AXES if axis not in holders),
         )
 
@@ -197,25 +212,3 @@ def find_data_shard(sizes: Mapping[str, int], rank: int) -> tuple[int, int]:
     for axis in ROWS:
         index, number = index * sizes[axis] + here[axis], number * sizes[axis]
     return index, number
-
-
-class _Groups:
-    def __init__(self, world: Collective, sizes: Mapping[str, int]) -> None:
-        self._world = world
-        self._sizes = sizes
-        self._made: dict[str, Collective] = {}
-
-    def shard_group(self, axes: Sequence[str]) -> ShardGroup:
-        if self._sizes["shard"] == 1:
-            return ShardGroup(self.over(axes), self.over(axes))
-        others = [axis for axis in axes if axis != "shard"]
-        return ShardGroup(self.over(axes), self.over(("shard",)), self.over(others))
-
-    def over(self, axes: Sequence[str]) -> Collective:
-        groups = group_ranks(self._sizes, axes)
-        if self._world.size == 1 and "data" in axes:
-            return self._world
-        key = str(groups)
-        if key not in self._made:
-            self._made[key] = join_group(self._world, groups)
-        return self._made[key]

@@ -84,15 +84,13 @@ def _gather_tensor(
             elements[piece.rank] = piece.stop - piece.start
     else:
         elements[owners[0].rank] = torch.Size(entry["shape"]).numel()
-    sends = own is not None and elements[collective.rank]
-    # Sent as bytes, because not every library supports every dtype.
-    data = torch.zeros(0, dtype=torch.uint8)
-    if own is not None and sends:
-        data = own.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    parts = collective.gather(data, [n * dtype.itemsize for n in elements], root)
+    mine = torch.zeros(0, dtype=dtype)
+    if own is not None and elements[collective.rank]:
+        mine = own.detach().cpu().reshape(-1)
+    parts = collective.gather(mine, elements, root)
     if collective.rank != root:
         return None
-    joined = torch.cat(parts).view(dtype)
+    joined = torch.cat(parts)
     if entry["shape"] is not None:
         return joined.reshape(entry["shape"])
     return view_at(joined, 0, shard.parameters[index].shape, shard.strides[index]).contiguous()
