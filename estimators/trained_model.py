@@ -28,6 +28,7 @@ from ringspark.estimators.columns.inputs import (
     source_columns,
 )
 from ringspark.estimators.inference.local_inputs import make_row, num_features
+from ringspark.estimators.inference.pandas_batches import make_columns
 from ringspark.estimators.inference.precision import PrecisionDifference
 from ringspark.estimators.inference.predict import (
     CHUNK_BYTES,
@@ -278,7 +279,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
             parts = list(map(F.col, made_columns))
         else:
             result = dataset.select("*", F.explode(made).alias(_RESULT))
-            parts = results.columns(_RESULT, with_vectors=with_vectors)
+            parts = [F.col(_RESULT)] if with_vectors else make_columns(_RESULT, results.types, results.widths)
         if skips and judged:
             result = result.where(parts[-1].isNotNull())
         named = [part.alias(name) for name, part in zip(names, parts, strict=True) if name]

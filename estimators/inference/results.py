@@ -12,12 +12,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 from pyspark.ml.linalg import VectorUDT
-from pyspark.sql import Column
-from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
 from torch import nn
 
-from ringspark.estimators.inference import pandas_batches
 from ringspark.estimators.training.feed import Array
 from ringspark.models import class_scores
 from ringspark.pipelines.kinds.base import list_type, make_lists
@@ -32,7 +29,7 @@ _VECTOR_PARTS = [
 
 
 class Results(ABC):
-    """Converts raw outputs to columns. Every method except `columns` can run in Python workers."""
+    """Converts raw outputs to columns. Every method can run in Python workers."""
 
     @property
     @abstractmethod
@@ -82,13 +79,6 @@ class Results(ABC):
             for values, data_type in zip(self.arrays(outputs), self.types, strict=True)
         ]
         return columns[0] if len(columns) == 1 else pa.StructArray.from_arrays(columns, self._names)
-
-    def columns(self, result: str, *, with_vectors: bool = True) -> list[Column]:
-        if not with_vectors:
-            return pandas_batches.make_columns(result, self.types, self.widths)
-        if len(self.types) == 1:
-            return [F.col(result)]
-        return [F.col(f"{result}.{name}") for name in self._names]
 
     @property
     def _names(self) -> list[str]:
