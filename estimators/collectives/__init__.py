@@ -7,17 +7,16 @@ from typing import Any
 
 from ringspark.estimators.collectives.base import Collective, CollectiveError, Rendezvous, RendezvousInfo
 from ringspark.estimators.collectives.traffic import Member
-from ringspark.estimators.lazy_imports import LazyRegistry
+from ringspark.estimators.lazy_imports import load_object
 from ringspark.pipelines.entry_points import load_entry_point
 
 _FOLDER = "ringspark.estimators.collectives"
-COLLECTIVES: LazyRegistry[Any] = LazyRegistry(
-    {
-        "horovod": f"{_FOLDER}.horovod_collective:HorovodCollective",
-        "torch": f"{_FOLDER}.torch_collective:TorchCollective",
-        "local": f"{_FOLDER}.local_collective:LocalCollective",
-    }
-)
+# Name -> import path, because a class is imported when it is chosen, not before.
+COLLECTIVES = {
+    "horovod": f"{_FOLDER}.horovod_collective:HorovodCollective",
+    "torch": f"{_FOLDER}.torch_collective:TorchCollective",
+    "local": f"{_FOLDER}.local_collective:LocalCollective",
+}
 
 # Other packages declare such a class as an entry point in this group.
 ENTRY_POINTS = "ringspark.collectives"
@@ -35,7 +34,7 @@ def collective_class(name: str) -> Any:
             f"collective {name!r} is not installed; set collective='torch', or build Horovod for this torch "
             "with `ringspark build-horovod`"
         )
-    return COLLECTIVES[name]
+    return load_object(COLLECTIVES[name])
 
 
 __all__ = [
