@@ -22,7 +22,13 @@ FOLDERS = {"data.parquet": "train", "params.runUri": "runs/current", "save.model
 def build_parser() -> cli.JobParser:
     parser = cli.JobParser("demo", "Will a flight arrive over 15 minutes late? ETL, training and scoring.")
     parser.add_argument("--root", default=etl.DEFAULT_ROOT, metavar="URI", help="folder for everything")
-    train_job.add_changes(parser)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a value of train.yaml, such as params.epochs=3; can be repeated",
+    )
     cli.add_master(parser)
     return parser
 
