@@ -259,7 +259,7 @@ class TorchCollective(NetworkCollective):
             # One message per pair, because Gloo's all-to-all sends long tensors one way first.
             peers = [peer for peer in range(self.size) if peer != self.rank]
             known = {"group": self.group}
-            works = [dist.irecv(of[p], src=self._ranks[p], **known) for p in peers if len(of[p])]
+            works: list[Any] = [dist.irecv(of[p], src=self._ranks[p], **known) for p in peers if len(of[p])]
             works += [dist.isend(to[p], dst=self._ranks[p], **known) for p in peers if len(to[p])]
             for work in works:
                 work.wait()

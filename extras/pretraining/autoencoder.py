@@ -104,7 +104,8 @@ class TorchAutoencoder(AutoencoderParams, _TorchEstimator[TorchAutoencoderModel]
 
     def _table_objective(self, plan: TablePlan) -> dict[str, Any]:
         """Returns the settings `model`, `loss` and `transformBatch` for a table without a label."""
-        spec, mask = self.getModel(), TABLE_MASK if self.getMask() is None else self.getMask()
+        given, spec = self.getMask(), self.getModel()
+        mask = TABLE_MASK if given is None else given
         self._check_free(mask)
         if not mask:
             raise ValueError(

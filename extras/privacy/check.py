@@ -82,7 +82,7 @@ def _try_rows(training: Trial) -> None:
     """Computes gradients of sample rows, to raise errors here and to find layers that keep state."""
     config, heads, module = training.config, training.heads, training.module
     assert config.privacy is not None
-    device, name = torch.device("cpu"), training.class_name
+    device, name = torch.device("cpu"), type(training.module).__name__
     recipe = Recipe(
         config=config, criterion=Criterion(heads, device), scaler=LossScaler("fp32", device), device=device
     )

@@ -21,12 +21,11 @@ import pyarrow.compute as pc
 
 from ringspark.pipelines.column_stats import ColumnStats, measure
 from ringspark.pipelines.columns import MASK, Column
-from ringspark.pipelines.in_place import in_place
 from ringspark.pipelines.kinds import Array, Image, Scalar
 from ringspark.pipelines.kinds.base import Shape, numbers
 from ringspark.pipelines.manifest import SPLITS, Split
 from ringspark.pipelines.nulls import fill_nulls, null_rows
-from ringspark.pipelines.table_files import FILE, NUM_BYTES, ROW, FileColumn, RowsDifferError
+from ringspark.pipelines.table_files import FILE, NUM_BYTES, ROW, FileColumn, RowsDifferError, in_place
 from ringspark.pipelines.writing.shard_file import ShardFileWriter
 
 HandleInvalid = Literal["error", "skip", "keep"]

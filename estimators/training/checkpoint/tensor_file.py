@@ -79,10 +79,11 @@ def write(
         file.write(header)
     for name in order_names(state):
         whole = gather_value(state[name])
-        for block in () if file is None else _blocks(whole):
-            file.write(block)
-            if section is not None:
-                section.progress()
+        if file is not None:
+            for block in _blocks(whole):
+                file.write(block)
+                if section is not None:
+                    section.progress()
         # After every tensor, whole ones too: a rank that sent its next shard would not hear of progress.
         if section is not None and is_sharded:
             section.end()

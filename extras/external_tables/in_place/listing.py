@@ -146,7 +146,7 @@ def _cast_folder_names(
     from pyspark.sql import functions as F
 
     distinct = {name: sorted(set(values) - {_NULL_FOLDER}) for name, values in texts.items()}
-    columns = []
+    columns: list[Any] = []
     for field in fields:
         # One literal for all names, because a table may have thousands.
         names = F.from_json(F.lit(json.dumps(distinct[field.name])), "array<string>")
