@@ -66,12 +66,14 @@ class ShardServer(MemberPort):
         thread.start()
 
     def _serve(self, worker: int, connection: socket.socket) -> None:
-        try:
-            # A bad message of a peer only ends its own connection.
-            with connection, suppress(OSError, ValueError, KeyError, TypeError):
-                self._work_for(worker, connection)
-        finally:
-            self._table.leave(worker)
+        # Closed after the table knows, so that a worker whose connection has ended has left.
+        with connection:
+            try:
+                # A bad message of a peer only ends its own connection.
+                with suppress(OSError, ValueError, KeyError, TypeError):
+                    self._work_for(worker, connection)
+            finally:
+                self._table.leave(worker)
 
     def _work_for(self, worker: int, connection: socket.socket) -> None:
         held = self._table.held
