@@ -43,7 +43,10 @@ def test_the_ranks_are_the_newest_attempts_and_older_ones_wait_until_the_end(tmp
         time.sleep(0.2)
         builder.look()
         assert builder.roster is None
-        others = [pool.submit(await_roster, pulse, _offer(task, 1 - task)) for task in (0, 1)]
+        others = [pool.submit(await_roster, pulse, _offer(0, 1))]
+        while _offer(0, 1) not in builder.offers:
+            builder.look()
+        others.append(pool.submit(await_roster, pulse, _offer(1)))
         while builder.roster is None:
             builder.look()
         expected = (_offer(0, 1), _offer(1))
