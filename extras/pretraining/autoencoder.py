@@ -123,7 +123,7 @@ class TorchAutoencoder(AutoencoderParams, _TorchEstimator[TorchAutoencoderModel]
             "transformBatch": Corruption(roles=("numbers", "ids"), mask=mask),
         }
 
-    def _check_free(self, mask: float) -> None:
+    def _check_free(self, mask: float | None) -> None:
         """Raises ValueError if a loss or metrics are set too; they would need a target for each value."""
         if self.isSet(self.loss):
             raise ValueError(f"mask={mask} sets a loss that compares only masked values; leave loss unset")
