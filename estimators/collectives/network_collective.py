@@ -101,7 +101,8 @@ class NetworkCollective(ConnectedMember, ABC):
         if memory := self._memory_for(tensor):
             return memory.all_gather(tensor, is_read=self.rank == root)
         # The libraries only gather tensors of equal length, so use an all-to-all.
-        counts, width = self._lengths(tensor) if counts is None else counts, tensor.element_size()
+        counts = self._lengths(tensor) if counts is None else counts
+        width = tensor.element_size()
         sent = [len(tensor) * width * (rank == root) for rank in range(self.size)]
         arriving = [count * width * (self.rank == root) for count in counts]
         received = self._all_to_all(tensor.view(torch.uint8), sent, arriving)

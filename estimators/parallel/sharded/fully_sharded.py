@@ -128,7 +128,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     chains, the outermost counts. Returns an empty list if no chain has two blocks.
     """
     chains = [chain for chain in module.modules() if isinstance(chain, Chain) and chain is not module]
-    best = max(map(chain_blocks, chains), key=len, default=[])
+    best: list[nn.Module] = max(map(chain_blocks, chains), key=len, default=[])
     if len(best) < 2:
         best = chain_blocks(module) if isinstance(module, nn.Sequential) else []
     uses = _uses(module)
