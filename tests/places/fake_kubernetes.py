@@ -1,7 +1,7 @@
 """An API server of Kubernetes for Spark: it starts each executor pod as a process on loopback.
 
 It knows pods and configmaps, by name and by label, as Spark's scheduler asks for them. `pending_seconds`
-delays pods; `room` limits how many get a node; the image of `is_bare` pods has no Python packages.
+delays pods; `room` limits how many get a node; the image of `is_bare` pods has no packages but Spark's.
 """
 
 import json
@@ -127,7 +127,12 @@ class FakeKubernetes:
         command += ["--hostname", "127.0.0.1", "--podName", name]
         local = {"SPARK_LOCAL_IP": "127.0.0.1", "SPARK_LOCAL_DIRS": str(work)}
         if self.is_bare:
-            local |= {"PATH": "/usr/bin:/bin", "PYTHONPATH": ""}
+            # Of Python, Spark's image holds only Spark's own packages.
+            packages = work / "spark"
+            packages.mkdir()
+            for name in ("pyspark", "py4j"):
+                (packages / name).symlink_to(_JARS.parents[2] / name)
+            local |= {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(packages)}
         else:
             local["PYSPARK_PYTHON"] = sys.executable
         with (work / "log").open("wb") as log:
