@@ -78,14 +78,18 @@ class SplitFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataFacts(JsonText):
-    """Facts about a run's data, kept when the shards are deleted: the manifest without its list of files.
+class ColumnFacts:
+    name: str
+    kind: str
+    source: str
 
-    `columns` has the name, the column type and Spark's type of each column.
-    """
+
+@dataclass(frozen=True, kw_only=True)
+class DataFacts(JsonText):
+    """Facts about a run's data, kept when the shards are deleted: the manifest without its list of files."""
 
     uri: str
-    columns: tuple[tuple[str, str, str], ...]
+    columns: tuple[ColumnFacts, ...]
     splits: dict[str, SplitFacts]
     stats: dict[str, dict[str, ColumnStats]]
     skipped_rows: int
@@ -96,7 +100,9 @@ class DataFacts(JsonText):
         found = {split: manifest.select(split) for split in SPLITS}
         return cls(
             uri=manifest.uri,
-            columns=tuple((column.name, str(column.kind), column.source) for column in manifest.columns),
+            columns=tuple(
+                ColumnFacts(name=c.name, kind=str(c.kind), source=c.source) for c in manifest.columns
+            ),
             splits={split: _sizes(view) for split, view in found.items() if view.files},
             stats={split: dict(columns) for split, columns in manifest.stats.items()},
             skipped_rows=manifest.skipped_rows,

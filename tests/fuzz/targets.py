@@ -86,7 +86,7 @@ def targets(folder: Path) -> dict[str, Target]:
     )
     beat = Beat(token="t", rank=0, host="h", task=0, pid=1, launch=0, phase="x", ticks=1, beats=1)
     progress = history.TrainingProgress(epoch=1, epochs=2, step=3, num_steps=6, rows=96, seconds=0.5)
-    info = CheckpointInfo(epoch=1, step=3, num_bytes=100)
+    info = CheckpointInfo(epoch=1, step=3, num_bytes=100, num_tensors=2)
     run = RunFolder.__new__(RunFolder)
     run.uri = str(folder / "run")
     return {

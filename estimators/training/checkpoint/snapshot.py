@@ -68,6 +68,7 @@ class Snapshot:
     contents: dict[str, dict[str, torch.Tensor]]
     ranks: GatheredRanks
     record: Record
+    num_tensors: int
     shard: CheckpointShard = field(default_factory=CheckpointShard)
 
 
@@ -109,6 +110,7 @@ def take_snapshot(
         # Even if it is empty here, as in a stage whose parameters are all frozen.
         contents[AVERAGE] = dict(average)
     shares = {} if layout is None else {kind: layout.plan_checkpoint(own) for kind, own in contents.items()}
+    num_tensors = shares[WEIGHTS].total if shares else len(weights)
     copies: dict[str, dict[str, torch.Tensor]] = {}
     # If this rank's shards are sharded once more, the ranks of that sharding run this together.
     for kind, tensors in contents.items() if part is not None or layout is not None else ():
@@ -136,7 +138,8 @@ def take_snapshot(
         num_parts=num_parts,
         spreads={kind: share.spreads for kind, share in shares.items()},
     )
-    return Snapshot(contents=copies, ranks=ranks, record=record, shard=CheckpointShard(part, num_parts))
+    shard = CheckpointShard(part, num_parts)
+    return Snapshot(contents=copies, ranks=ranks, record=record, num_tensors=num_tensors, shard=shard)
 
 
 def _state_tensors(state: OptimizerState) -> dict[str, torch.Tensor]:
@@ -194,6 +197,7 @@ def write_snapshot(uri: str, snapshot: Snapshot, check: Callable[[], None] = lam
         epoch=position.epoch,
         step=position.step,
         num_bytes=sum(files[name].bytes for name in names[WEIGHTS]),
+        num_tensors=snapshot.num_tensors,
         training_sha256=hashlib.sha256(text).hexdigest(),
     )
     commit_checkpoint(uri, info)

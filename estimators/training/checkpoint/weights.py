@@ -46,6 +46,7 @@ class CheckpointInfo:
     epoch: int
     step: int
     num_bytes: int
+    num_tensors: int
     checkpoint_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     format_version: int = FORMAT_VERSION
     training_sha256: str | None = None
@@ -72,7 +73,8 @@ def save_checkpoint(
     for name, state in states.items():
         with replacing(uri, name) as target:
             num_bytes[name] = tensor_file.write(state, target, section)
-    info = CheckpointInfo(epoch=epoch, step=step, num_bytes=num_bytes[WEIGHTS])
+    tensors, size = len(states[WEIGHTS]), num_bytes[WEIGHTS]
+    info = CheckpointInfo(epoch=epoch, step=step, num_bytes=size, num_tensors=tensors)
     commit_checkpoint(uri, info)
     return info
 

@@ -54,8 +54,8 @@ def _columns(data: DataFacts) -> Table:
         return sum(s.nulls + s.nans + s.infs for s in found)
 
     rows = []
-    for column in sorted(data.columns, key=lambda column: -bad(column[0])):
-        first, name = [shorten(text) for text in column], column[0]
+    for column in sorted(data.columns, key=lambda column: -bad(column.name)):
+        first, name = [shorten(text) for text in (column.name, column.kind, column.source)], column.name
         found = [(split, stats[name]) for split, stats in data.stats.items() if name in stats]
         if not found:
             rows.append([*first, *[""] * 7])

@@ -56,6 +56,7 @@ def _snapshots(step: int, seconds: float = 60.0) -> list[Snapshot]:
             contents={WEIGHTS: {"w": half + step, name: own}, OPTIMIZER: {f"{name}/m": own}},
             ranks=GatheredRanks(),
             record=record,
+            num_tensors=3,
             shard=CheckpointShard(number, 2, "abc", seconds),
         )
         for number, (half, name, own) in enumerate(

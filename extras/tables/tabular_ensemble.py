@@ -1,0 +1,3 @@
+"""Where saved networks find `TabularEnsemble`."""
+
+from ringspark.extras.tables.tabular import TabularEnsemble as TabularEnsemble
