@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from inspect import Signature, signature
 from types import ModuleType
 from typing import Any, TypeVar
@@ -132,6 +132,8 @@ def _by_value(modules: list[ModuleType]) -> Iterator[None]:
 
 def signature_of(called: Any) -> Signature:
     """Returns the signature of a function or of a module's `forward`; any arguments if it has none."""
+    if isinstance(called, partial) and isinstance(called.func, nn.Module):
+        called = partial(called.func.forward, *called.args, **called.keywords)
     try:
         return signature(called.forward if isinstance(called, nn.Module) else called)
     except (TypeError, ValueError):  # a function in C, or no function

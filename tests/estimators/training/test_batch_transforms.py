@@ -16,6 +16,7 @@ from ringspark.estimators.training.batch_transforms import BatchTransform, prepa
 from ringspark.estimators.training.feed import Batch
 from ringspark.estimators.training.settings.config import UserObjects
 from ringspark.estimators.training.worker import TrainResult
+from ringspark.models.generators import common_seed
 
 CPU = torch.device("cpu")
 
@@ -35,6 +36,13 @@ class Noise(nn.Module):
 class Wider(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x, x**2], 1)
+
+
+class Shifted(nn.Module):
+    def forward(
+        self, x: torch.Tensor, labels: torch.Tensor, step_seed: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + step_seed % 7, labels + step_seed % 7
 
 
 def mixed(x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,6 +154,13 @@ def test_each_rank_draws_its_own_numbers_and_a_rerun_the_same(runs: Runs) -> Non
     batch = Batch(inputs=(torch.zeros(2, 3),), labels=(torch.zeros(2),), weight=None)
     changed = [BatchTransform(Noise(), 0, rank, CPU)(batch, i).inputs[0] for rank in (0, 1) for i in (0, 1)]
     assert len({values.numpy().tobytes() for values in changed}) == 4
+
+
+def test_a_module_gets_labels_and_the_seed_of_the_step() -> None:
+    batch = Batch(inputs=(torch.zeros(3, 2),), labels=(torch.zeros(3),), weight=None)
+    transform = BatchTransform(Shifted(), 1, 0, CPU)
+    found = transform(batch, 5)
+    assert found.inputs[0][0, 0] == found.labels[0][0] == common_seed(transform._seed, 5) % 7
 
 
 def test_the_prediction_s_transform_is_deterministic_by_mode_and_keeps_its_owner_s_module() -> None:
