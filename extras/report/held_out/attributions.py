@@ -27,7 +27,10 @@ Entries = list[int] | EllipsisType
 
 @dataclass(frozen=True)
 class Feature:
-    """A part of a network's inputs whose importance is measured: `parts` has its entries of each input."""
+    """A part of a network's inputs whose importance is measured.
+
+    `parts` maps the index of an input to the feature's indexes in a row.
+    """
 
     name: str
     parts: Mapping[int, Entries]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torchmetrics.functional.classification import binary_roc
 
 Numbers = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -134,6 +133,9 @@ def class_findings(
     has_thresholds: bool = False,
 ) -> ClassFindings:
     """Compares predicted classes with labels, each (rows,); `probabilities` is (rows, classes)."""
+    # Late, because reading a run's facts does not need it, and the import takes over a second.
+    from torchmetrics.functional.classification import binary_roc
+
     pairs, counts = np.unique(np.stack([labels, predicted], axis=1), axis=0, return_counts=True)
     confidence, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
     num_classes = probabilities.shape[1]

@@ -133,9 +133,9 @@ def _findings(
         why = asked if rows < options.rows else ""
         sample = f"{len(labels):,} rows of the given DataFrame, drawn at random with seed {seed}{why}"
         notes = [f"Held-out rows: {sample}."]
-    nothing = HeldOut(notes=[*notes, "None of the held-out rows has a label and a prediction."])
+    nothing = "None of the held-out rows can be compared: each lacks a label or a finite prediction."
     if not len(labels):
-        return nothing
+        return HeldOut(notes=[*notes, nothing])
     skipped = 0 if valid is None else int((~valid).sum())
     module, classes = cached_module(question.predictor), question.classes
     outputs, true = question.predictor.predict(module, arrays), given.reshape(len(labels), -1)
@@ -145,12 +145,12 @@ def _findings(
         infinite = int((~finite).sum())
         skipped += infinite
         notes.append(
-            f"{infinite:,} of these rows are left out below, because their prediction or label is not finite."
+            f"{infinite:,} of these rows are left out, because their prediction or label is not finite."
         )
     outputs, true, arrays = outputs[finite], true[finite], [array[finite] for array in arrays]
     counted = np.ones(len(true), dtype=bool) if classes is None else true[:, 0] != question.evaluation.ignored
     if not counted.any():
-        return nothing
+        return HeldOut(notes=[*notes, nothing])
     if classes is None:
         numbers = number_findings(outputs.reshape(-1), true.reshape(-1), seed=seed, skipped=skipped)
         found = HeldOut(numbers=numbers, notes=notes)

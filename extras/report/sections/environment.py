@@ -22,11 +22,12 @@ def make(run: RunFacts) -> Sequence[Block]:
     blocks: list[Block] = [Table(["", "value on rank 0"], versions, words=frozenset({0, 1})), _hosts(last)]
     if len(starts) > 1:
         rows = []
-        for start in starts:
+        for start in reversed(starts):
             hosts = sorted({note.host for note in start.ranks})
             more = f" and {len(hosts) - 5:,} more" if len(hosts) > 5 else ""
             rows.append([_time(start), show(len(start.ranks)), ", ".join(hosts[:5]) + more])
-        blocks.append(Table(["began", "ranks", "hosts"], rows, words=frozenset({0, 2}), title="All starts"))
+        title = "All starts, the newest first"
+        blocks.append(Table(["began", "ranks", "hosts"], rows, words=frozenset({0, 2}), title=title))
     return blocks
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ringspark.estimators.training.objective.metrics import METRICS
 from ringspark.estimators.training.objective.own_metrics import find_metric, is_higher_better
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.extras.report.content import Block, Cards, Table, Text, seconds, show
@@ -25,6 +26,8 @@ def higher_is_better(entry: str, config: TrainConfig | None) -> bool | None:
     if name == "temperature":  # it is fitted, not judged
         return None
     if config is None:
+        if name in METRICS:
+            return METRICS[name].higher_is_better
         return False if name.startswith("loss") else None
     metric = find_metric(name, config.metrics)
     return metric is not None and is_higher_better(metric, config.own_metrics)

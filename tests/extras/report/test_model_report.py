@@ -140,7 +140,7 @@ def test_rows_of_no_finite_output_are_counted(classifier: Any, frame: Any, tmp_p
     for model in (classifier, regressor):
         rows = good, good.unionByName(bad.drop("endless"))
         first, both = (_page(model, tmp_path, each) for each in rows)
-        told = "7 of these rows are left out below, because their prediction or label is not finite."
+        told = "7 of these rows are left out, because their prediction or label is not finite."
         assert told in both.text["headline"]
         assert told not in first.text["headline"]
         for name in ("held-out rows", "log loss", "held-out numbers", "RMSE"):
@@ -154,7 +154,10 @@ def test_a_sample_without_any_prediction_is_reported_in_a_sentence(
     page = _page(
         model, tmp_path, frame.limit(5).withColumn("features", F.expr("if(amount > 9, features, null)"))
     )
-    assert "None of the held-out rows has a label and a prediction." in page.text["headline"]
+    assert (
+        "None of the held-out rows can be compared: each lacks a label or a finite prediction."
+        in page.text["headline"]
+    )
     assert not {"classes", "features"} & set(page.tables)
 
 
