@@ -66,7 +66,7 @@ class ShardServer(MemberPort):
         thread.start()
 
     def _serve(self, worker: int, connection: socket.socket) -> None:
-        # Closed after the table knows, so that a worker whose connection has ended has left.
+        # The table marks the worker as gone before the connection closes.
         with connection:
             try:
                 # A bad message of a peer only ends its own connection.

@@ -161,7 +161,7 @@ def verify_run(
 
 
 def _find_objects(model: Any, config: TrainConfig) -> UserObjects:
-    """Returns the objects in `model`. A run holds them in no form that loads without running its code."""
+    """Returns the objects in `model`. A run does not store them, because loading them would run its code."""
     if callable(model) and not isinstance(model, torch.nn.Module | _EstimatorParams):
         model = model()
     if isinstance(model, _EstimatorParams):

@@ -14,7 +14,7 @@ from ringspark.extras.compressors.base import Compressor, Sent, generator_for
 
 
 class CodedCompressor(Compressor):
-    """Sends codes: bytes, (num_bytes,), for numbers, (elements,).
+    """Encodes numbers, (elements,), as bytes, (num_bytes,), and all-reduces the codes in two rounds.
 
     The length of a code depends only on the number of elements.
     """

@@ -13,7 +13,7 @@ from ringspark.pipelines.kinds import Padded, Vocabulary
 
 
 class DifferentialPrivacy(Technique):
-    """Its checks refuse whatever would publish rows without noise."""
+    """Refuses settings that would publish rows without noise."""
 
     # The modules of this folder are imported in the hooks: some import Spark, and the ledger imports opacus.
 

@@ -79,7 +79,7 @@ class Trials(Section):
     ON_DRIVER = True
 
     num_trials: AtLeast1 = setting(20, "number of trials, including pruned and failed trials")
-    # `fit` checks both by optuna, which may be missing on a machine that loads a saved search.
+    # Only `fit` checks both, because a machine that loads a saved search may lack optuna.
     sampler: Any = setting("tpe", "'tpe', 'random', or a sampler of optuna")
     pruner: Any = setting(
         "median",

@@ -222,7 +222,7 @@ def measure(
 ) -> tuple[int, int, list[Measure]]:
     """Returns the numbers of training rows and of held-out rows, and the statistics of each leaf.
 
-    `held` and `target` are those of `plan_table`.
+    See `plan_table` for `held` and `target`.
     """
     measures = [Measure() for _ in leaves]
     rows = rows_held = 0
@@ -349,7 +349,7 @@ def count_values(
     """Counts the strings and numbers of each leaf, and stores the frequent ones in `Measure.values`.
 
     Skips dates and leaves whose values hardly repeat. Of a large table, it counts a random sample. `rows` is
-    the number of rows of the table; `held` and `target` are those of `plan_table`.
+    the number of rows of the table; See `plan_table` for `held` and `target`.
     """
     wanted = {
         index: (leaf.value if leaf.family == "words" else _number(leaf)).cast("string")

@@ -85,7 +85,7 @@ class NumberEmbedding(nn.Module):
 
 
 class TableNetwork(nn.Module):
-    """Base class of the networks for tables: unknown ids, scaling of the label, and calibrated logits.
+    """Base class of the networks for tables. Hides ids, scales outputs to the label, and calibrates logits.
 
     Args:
         edges, cardinalities, unknown: See `TabM`.
@@ -119,7 +119,7 @@ class TableNetwork(nn.Module):
             self.register_buffer("temperature", torch.ones(()))
 
     def hide_some(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns (batch, K) ids; in training, some are 0."""
+        """Returns the ids, (batch, K). In training, replaces a random share `unknown` of them with 0."""
         if self.training and self.unknown:
             ids = ids.masked_fill(torch.rand(ids.shape, device=ids.device) < self.unknown, 0)
         return ids

@@ -209,7 +209,7 @@ class MlflowRun(Listener):
         return parent if parent is not None and parent.info.status == "RUNNING" else None
 
     def _get_run(self, run_id: str) -> Any:
-        """Returns a run; None if it is of another server, or was removed."""
+        """Returns a run, or None if the server does not have it."""
         try:
             return self._client.get_run(run_id)
         except MlflowException as error:

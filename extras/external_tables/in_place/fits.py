@@ -1,6 +1,6 @@
 """Fits of an estimator on an external table: `fitOnParquet`, `fitOnDelta` and `fitOnTable`.
 
-A run keeps which version of a Delta or Iceberg table it reads, so that a resume reads the same version.
+A run stores the version of the Delta or Iceberg table that it reads, so that a resume reads the same version.
 """
 
 from __future__ import annotations

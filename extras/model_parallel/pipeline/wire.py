@@ -106,7 +106,7 @@ class Wire:
         return self._start_sends(gradients, to, [])
 
     def start_receive_gradients(self, key: Hashable, source: int) -> Callable[[], list[torch.Tensor]]:
-        """Starts to receive the gradients of the values that were sent by this `key`."""
+        """Starts to receive the gradients of the values sent under `key`."""
         forms = tuple(form for form in self._known[key] if form is not None and form.requires_grad)
         gradients, wait = self._start_receives(forms, source)
 
