@@ -46,13 +46,13 @@ class ShardServer(MemberPort):
         return sent
 
     def close(self) -> None:
-        # Wake threads that wait in the table.
-        for worker in self._workers:
-            self._table.leave(worker)
         super().close()
+        # Before the table wakes their threads, which would name a wrong rank to the workers.
         for connection in self._connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+        for worker in self._workers:
+            self._table.leave(worker)
         for thread in self._threads:
             thread.join(timeout=5)
 
