@@ -165,8 +165,8 @@ class Monitor:
     def _find_replaced(self, builder: RosterBuilder) -> Failure | None:
         """Returns the failure of a rank whose task has a newer attempt; None if the rank may still live.
 
-        If the newer attempt may be a speculative copy, the rank is lost only if it is silent, or if any rank
-        has reported a failure. A rank that has ended is lost if all have ended and its row is missing.
+        A newer attempt that may be a speculative copy counts only if the rank is silent, or if any rank has
+        reported a failure. A rank that has ended is lost if all have ended and its row is missing.
         """
         now, message = time.monotonic(), "its process died, and Spark started its task again"
         by_task = {beat.task: beat for beat in self.beats}

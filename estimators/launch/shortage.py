@@ -17,8 +17,8 @@ from ringspark.estimators.launch.roster import RosterBuilder
 from ringspark.estimators.training.settings.values import C, GangConfig
 from ringspark.pipelines.spark_paths import is_remote
 
-# Wait for each new executor, in seconds, before a gang that lost workers continues with fewer workers: once
-# those that Spark did not replace have come back, and before. To grow again costs about a second.
+# A gang that lost workers continues with fewer workers after this time without a new worker, in seconds: if
+# all survivors are back, and otherwise. Growing again costs about a second.
 _SURVIVED_SECONDS, _FEWER_SECONDS = 1.0, 5.0
 # Time without a new worker, in seconds, after which a warning says what the gang waits for.
 _SAY_SECONDS = 5.0
@@ -30,8 +30,8 @@ _logger = logging.getLogger(__name__)
 class Shortage:
     """Decides how long the tasks of a gang wait for each other.
 
-    `least` is the smallest number of workers after a loss. `survivors`: how many workers of
-    the last launch were not lost; 0 if it ended for another reason.
+    `least` is the smallest number of workers after a loss. `survivors` is the number of workers that the last
+    launch did not lose; 0 if it ended for another reason.
 
     Two gangs that each hold some of the slots would wait for each other forever. So a gang that gets no more
     executors ends its tasks, and starts them again after a random pause. Other work can use the executors in
@@ -104,7 +104,7 @@ class Shortage:
             pause,
         )
         time.sleep(pause)
-        self._patience *= 2  # executors that start slowly must come at some time
+        self._patience *= 2  # else a gang with slow executors would never start
         return config
 
     def _fitting(self, config: GangConfig, found: int) -> int | None:

@@ -59,7 +59,7 @@ def test_folds_of_a_column_that_changes(spark: Any, kind: str) -> None:
     rows = rows.selectExpr("id", "x", "abs(fold) AS fold")
     for train, held in fold_pairs(rows, 3):
         check(train, held, list(range(ROWS)))
-    # Of each fold in time, the first rows train; the last rows train in no fold.
+    # In each fold in time, the first rows train. The last rows train in no fold.
     blocks = [ids(held) for _, held in time_folds(rows, "x", 3)]
     assert len({number for block in blocks for number in block}) == sum(map(len, blocks))
 
