@@ -7,7 +7,6 @@ rank without rows runs one row of zeros. A network must not skip a block on some
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,7 +17,8 @@ from uuid import uuid4
 import torch
 from torch import nn
 
-from ringspark.estimators.collectives.base import num_bytes
+from ringspark.estimators.collectives.base import Collective, num_bytes
+from ringspark.estimators.collectives.torch_collective import TorchCollective
 from ringspark.estimators.options.mesh import AXES
 from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, keep_buffers, share_weights
 from ringspark.estimators.parallel.empty_passes import EmptyPasses
@@ -60,29 +60,36 @@ class FullySharded:
 
 
 def _device_mesh(mesh: RankMesh, device: torch.device) -> Any:
-    """Returns torch's mesh of the ranks that sum this rank's gradients. Runs on every rank.
+    """Returns torch's mesh of the ranks that sum this rank's gradients, over process groups that exist.
 
     With an axis `shard` it has two dimensions: ranks with the same shards, and ranks with different shards.
     """
+    from torch.distributed import group as groups
     from torch.distributed.device_mesh import DeviceMesh
 
     # torch caches results of operators on DTensors, such as this rank's shape, by the ranks and names of the
     # mesh, but not by this rank. A reused Python worker may have another rank now, so names are never reused.
     copies_name, parts_name = (f"{name}_{uuid4().hex}" for name in ("copies", "parts"))
-    kind, sizes = device.type, [mesh.sizes[axis] for axis in AXES]
-    ranks = torch.arange(mesh.world.size).reshape(sizes)
-    if not mesh.cuts_network and mesh.sizes["shard"] == 1:
-        return DeviceMesh(kind, ranks.flatten(), mesh_dim_names=(parts_name,))
-    apart = [AXES.index(axis) for axis in ("pipeline", "tensor")]
-    rows = [AXES.index(axis) for axis in ("data", "expert", "sequence")]
-    parts = AXES.index("shard")
-    ranks = ranks.permute(*apart, *rows, parts).reshape(
-        math.prod(sizes[axis] for axis in apart), math.prod(sizes[axis] for axis in rows), sizes[parts]
+    copies, parts, all_ranks = mesh.shard_group.replicas, mesh.shard_group.shards, mesh.shard_group.all
+    if parts.size == all_ranks.size:
+        return DeviceMesh.from_group(
+            _process_group(all_ranks) or groups.WORLD, device.type, mesh_dim_names=(parts_name,)
+        )
+    ranks = torch.arange(mesh.world.size).reshape([mesh.sizes[axis] for axis in AXES])
+    order = ("pipeline", "tensor", "data", "expert", "sequence", "shard")
+    ranks = ranks.permute([AXES.index(axis) for axis in order]).reshape(-1, copies.size, parts.size)
+    return DeviceMesh.from_group(
+        [_process_group(copies), _process_group(parts)],
+        device.type,
+        mesh=next(each for each in ranks if mesh.world.rank in each),
+        mesh_dim_names=(copies_name, parts_name),
     )
-    if mesh.sizes["shard"] == 1:
-        return DeviceMesh(kind, ranks.flatten(1), mesh_dim_names=("apart", parts_name))[parts_name]
-    names = ("apart", copies_name, parts_name)
-    return DeviceMesh(kind, ranks, mesh_dim_names=names)[copies_name, parts_name]
+
+
+def _process_group(ranks: Collective) -> Any:
+    """Returns the ranks' process group; None is the group of all ranks."""
+    assert isinstance(ranks, TorchCollective)
+    return ranks.group
 
 
 def _clear_caches() -> None:
