@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -86,9 +87,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hadoop]:
 
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The archive that `ringspark pack` writes of this environment."""
-    folder = tmp_path_factory.mktemp("packed")
-    (folder / "requirements.txt").write_text("hdfs-native\n")
-    done = run_ringspark("pack", "--requirement", "requirements.txt", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "environment.tar.gz"
+    """The archive that `ringspark pack` writes of this environment, once for all processes of a run."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "packed"
+    folder.mkdir(exist_ok=True)
+    archive = folder / "environment.tar.gz"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not archive.exists():
+            (folder / "requirements.txt").write_text("hdfs-native\n")
+            done = run_ringspark("pack", "--requirement", "requirements.txt", cwd=folder)
+            assert done.returncode == 0, done.stderr
+    return archive
