@@ -9,7 +9,10 @@ from ranks import TORCH_AND_SLOW_OTHERS
 @pytest.mark.parametrize("collective", TORCH_AND_SLOW_OTHERS)
 def test_a_training_with_strangers_at_its_ports_ends_as_one_without(collective, tmp_path):
     quiet = attacked_gang.run(collective, tmp_path, steps=60, attacked=False)
-    attacked = attacked_gang.run(collective, tmp_path, steps=60, attacked=True)
+    for _ in range(10):
+        attacked = attacked_gang.run(collective, tmp_path, steps=60, attacked=True)
+        if attacked.reached:  # on a busy machine, the attackers may come when the ports are closed
+            break
     assert quiet.reached == 0
     # At least to the rendezvous port, until the ranks have connected.
     assert attacked.reached >= 1
