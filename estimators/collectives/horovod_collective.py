@@ -65,18 +65,18 @@ class HorovodCollective(NetworkCollective):
         self._set = hvd.global_process_set if ranks is None else ranks
 
     @classmethod
-    def connect(cls, member: Member, meeting: RendezvousInfo) -> HorovodCollective:
+    def connect(cls, member: Member, rendezvous: RendezvousInfo) -> HorovodCollective:
         if member.size > _MOST_RANKS:
             raise ValueError(
                 f"collective='horovod' connects at most {_MOST_RANKS:,} workers, got {member.size:,}; lower "
                 "numWorkers or set collective='torch'"
             )
-        seconds = meeting.timeout_seconds
-        client = RendezvousClient(member, meeting.address, meeting.secret, seconds)
+        seconds = rendezvous.timeout_seconds
+        client = RendezvousClient(member, rendezvous.address, rendezvous.secret, seconds)
         with closing(client), ExitStack() as failed:
             import horovod.torch as hvd
 
-            if meeting.use_gpu:
+            if rendezvous.use_gpu:
                 check_nccl()
             _check_name(member)
             # All ranks have finished their imports, so Gloo's ports are open only briefly.
@@ -90,7 +90,7 @@ class HorovodCollective(NetworkCollective):
                     **rank_variables(member, proxy, seconds),
                     # Gradients come in buckets, so fusion would only copy them.
                     _FUSION: os.environ.get(_FUSION, "0"),
-                    **_cycle(is_rare=memory is not None and not meeting.use_gpu),
+                    **_cycle(is_rare=memory is not None and not rendezvous.use_gpu),
                 }
                 # Horovod reads its environment only in init, so the settings need not stay.
                 with environment(settings), peer_errors("joining the Horovod ring"):
@@ -100,14 +100,14 @@ class HorovodCollective(NetworkCollective):
             collective.share(memory)
             collective._set_nccl_interface()
             nonce = shared_nonce(client, member, seconds)
-            collective._prove(nonce, meeting.secret)
+            collective._prove(nonce, rendezvous.secret)
             if sets:
-                collective.levels = collective._levels(sets, client, nonce, meeting)
+                collective.levels = collective._levels(sets, client, nonce, rendezvous)
             failed.pop_all()
         return collective
 
     def _levels(
-        self, sets: Sequence[Any], client: RendezvousClient, nonce: bytes, meeting: RendezvousInfo
+        self, sets: Sequence[Any], client: RendezvousClient, nonce: bytes, rendezvous: RendezvousInfo
     ) -> Levels:
         inside: Collective = LocalCollective()
         between: Collective | None = None
@@ -120,9 +120,9 @@ class HorovodCollective(NetworkCollective):
             self.on_leave(part._release)
             name = f"part{number}"
             # Each set has its own connections, and needs its own proof.
-            part._prove(nonce + name.encode(), meeting.secret)
+            part._prove(nonce + name.encode(), rendezvous.secret)
             part.share(
-                open_shared_memory(client.within(name, part.member), part.member, meeting.timeout_seconds)
+                open_shared_memory(client.within(name, part.member), part.member, rendezvous.timeout_seconds)
             )
             if number == 0:
                 between = part

@@ -29,7 +29,7 @@ class LocalCollective(ConnectedMember):
         return LocalRendezvous()
 
     @classmethod
-    def connect(cls, member: Member, meeting: RendezvousInfo) -> LocalCollective:
+    def connect(cls, member: Member, rendezvous: RendezvousInfo) -> LocalCollective:
         return cls(member)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:

@@ -187,17 +187,17 @@ def open_shared_memory(client: RendezvousClient, member: Member, timeout: float)
         return None
     made = None
     with ExitStack() as kept:
-        with ExitStack() as meeting:
+        with ExitStack() as setup:
             gather = lambda mine: client.all_gather("sharing/door", mine, timeout)  # noqa: E731
-            link, token = meet_on_host(gather, member.rank, meeting, timeout)
+            link, token = meet_on_host(gather, member.rank, setup, timeout)
             client.meet("sharing/at the door", timeout)
             # Without descriptors or memory, the ranks use a library.
             if link is not None:
                 with suppress(OSError):
                     if member.rank == 0:
-                        memory, peers = _send_endpoints(link, token, member.size, meeting, kept)
+                        memory, peers = _send_endpoints(link, token, member.size, setup, kept)
                     else:
-                        memory, peers = _receive_endpoint(link, member, meeting, kept)
+                        memory, peers = _receive_endpoint(link, member, setup, kept)
                     made = SharedMemory(member.rank, memory, peers, timeout)
         # The listener is closed by now, which ends the wait of a rank to which rank 0 has sent nothing.
         if all(client.all_gather("sharing/open", b"" if made is None else b"1", timeout)):
@@ -256,16 +256,16 @@ def _leads_to_own_user(link: socket.socket) -> bool:
 
 
 def _send_endpoints(
-    door: socket.socket, token: bytes, size: int, meeting: ExitStack, kept: ExitStack
+    door: socket.socket, token: bytes, size: int, setup: ExitStack, kept: ExitStack
 ) -> Endpoint:
     """Makes the memory and a socket pair per pair of ranks; sends each rank its endpoint. Runs on rank 0.
 
-    The other ranks connect to the listener `door`. `meeting` will close the memory's file descriptor. `kept`
+    The other ranks connect to the listener `door`. `setup` will close the memory's file descriptor. `kept`
     will close rank 0's sockets if the ranks do not share memory in the end.
     """
     with ExitStack() as dealt:
         memory = os.memfd_create("ringspark")
-        meeting.callback(os.close, memory)
+        setup.callback(os.close, memory)
         ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
         for one in range(size):
             for other in range(one + 1, size):
@@ -312,9 +312,9 @@ def receive_descriptors(link: socket.socket, count: int) -> list[int]:
     return descriptors
 
 
-def _receive_endpoint(link: socket.socket, member: Member, meeting: ExitStack, kept: ExitStack) -> Endpoint:
+def _receive_endpoint(link: socket.socket, member: Member, setup: ExitStack, kept: ExitStack) -> Endpoint:
     memory, *ends = receive_descriptors(link, member.size)
-    meeting.callback(os.close, memory)
+    setup.callback(os.close, memory)
     others = [other for other in range(member.size) if other != member.rank]
     peers = {
         other: kept.enter_context(socket.socket(fileno=end)) for other, end in zip(others, ends, strict=True)

@@ -119,7 +119,7 @@ class TorchCollective(NetworkCollective):
     def __init__(
         self,
         member: Member,
-        meeting: RendezvousInfo,
+        rendezvous: RendezvousInfo,
         client: RendezvousClient,
         store: MemberStore | None = None,
     ) -> None:
@@ -127,27 +127,27 @@ class TorchCollective(NetworkCollective):
         self.group: Any = None
         # World ranks of the group.
         self._ranks: Sequence[int] = range(member.size)
-        self._meeting, self.client, self._store = meeting, client, store
+        self._rendezvous, self.client, self._store = rendezvous, client, store
         self._parts = 0
 
     @classmethod
-    def connect(cls, member: Member, meeting: RendezvousInfo) -> TorchCollective:
-        seconds = meeting.timeout_seconds
-        client = RendezvousClient(member, meeting.address, meeting.secret, seconds)
+    def connect(cls, member: Member, rendezvous: RendezvousInfo) -> TorchCollective:
+        seconds = rendezvous.timeout_seconds
+        client = RendezvousClient(member, rendezvous.address, rendezvous.secret, seconds)
         with ExitStack() as failed:
             failed.callback(client.close)
             # All ranks have finished their imports, so Gloo's ports are open only briefly.
             guard = PortGuard(machines_of(client, member))
             store = MemberStore(client, guard, seconds)
             with peer_errors("joining the process group"):
-                _join(member, store, seconds, meeting.use_gpu)
+                _join(member, store, seconds, rendezvous.use_gpu)
             # Every pair is connected, so later connections to Gloo's port are strangers'.
             guard.shut()
             store.ranks = None
-            collective = cls(member, meeting, client, store)
+            collective = cls(member, rendezvous, client, store)
             failed.callback(collective.abort)
             collective._set_nccl_interface()
-            collective._prove(shared_nonce(client, member, seconds), meeting.secret, seconds)
+            collective._prove(shared_nonce(client, member, seconds), rendezvous.secret, seconds)
             collective.share(open_shared_memory(client, member, seconds))
             if member.has_levels:
                 inside = collective.part(member.hosts)
@@ -162,7 +162,7 @@ class TorchCollective(NetworkCollective):
         The groups are ascending and disjoint, and equal on all ranks.
         """
         assert self._store is not None
-        seconds = self._meeting.timeout_seconds
+        seconds = self._rendezvous.timeout_seconds
         self._parts += 1
         name = f"part{self._parts}"
         guard = self._store.guard = PortGuard(self._store.guard.addresses)
@@ -175,7 +175,7 @@ class TorchCollective(NetworkCollective):
                 # Every rank makes every group in the same order, so that torch names them alike.
                 group = dist.new_group(ranks, timeout=timedelta(seconds=seconds))
                 if ranks == mine:
-                    made = TorchCollective(member, self._meeting, own)
+                    made = TorchCollective(member, self._rendezvous, own)
                     made.group, made._ranks = group, ranks
                     made.traffic = Traffic(member, self.traffic)
                     made.operations = self.operations
@@ -186,7 +186,7 @@ class TorchCollective(NetworkCollective):
         if made is None:
             return LocalCollective() if mine else None
         self.on_leave(made._leave)
-        made._prove(shared_nonce(own, member, seconds), self._meeting.secret, seconds)
+        made._prove(shared_nonce(own, member, seconds), self._rendezvous.secret, seconds)
         made.share(open_shared_memory(own, member, seconds))
         return made
 
@@ -282,7 +282,7 @@ class TorchCollective(NetworkCollective):
 
     def abort(self) -> None:
         stop = getattr(dist.distributed_c10d, "_abort_process_group", None)
-        if self._meeting.use_gpu and stop is not None:
+        if self._rendezvous.use_gpu and stop is not None:
             # NCCL's destroy waits for operations that will never end; its abort does not.
             stop()
         self.close()

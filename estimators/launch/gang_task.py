@@ -24,7 +24,7 @@ from ringspark.estimators.collectives import (
     collective_class,
 )
 from ringspark.estimators.collectives.network import own_address
-from ringspark.estimators.collectives.rendezvous.server import meeting_ports
+from ringspark.estimators.collectives.rendezvous.server import rendezvous_ports
 from ringspark.estimators.environment import count_cores
 from ringspark.estimators.failures import Failure
 from ringspark.estimators.launch.devices import Claim, assign_devices, visible_devices
@@ -172,7 +172,7 @@ class GangTask:
         is_spread = member.local_size < member.size
         # Spark's allGather takes a second. Ranks of one host that share no devices do without it.
         must_gather = not roster and (self.use_gpu or is_spread)
-        ports = [0] if must_gather else meeting_ports(self.secret)
+        ports = [0] if must_gather else rendezvous_ports(self.secret)
         own = Offer(task=context.partitionId(), claim=Claim(host=member.host))
         roster = roster or [own]
         try:

@@ -18,8 +18,8 @@ def test_nccl_takes_every_operation(device: str) -> None:
     (member,), secret = assign_ranks(["127.0.0.1"]), secrets.token_bytes(32)
     kind = collective_class("torch")
     rendezvous = kind.open_rendezvous(member, secret)
-    meeting = RendezvousInfo(address=rendezvous.address, secret=secret, use_gpu=True)
-    collective = kind.connect(member, meeting)
+    info = RendezvousInfo(address=rendezvous.address, secret=secret, use_gpu=True)
+    collective = kind.connect(member, info)
     try:
         values = torch.arange(10.0, device=device)
         on_the_host = torch.arange(3)

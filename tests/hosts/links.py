@@ -198,7 +198,7 @@ class ShapedHosts:
         places = [host for host in self.hosts for _ in range(ranks_per_host)]
         members = assign_ranks([host.address for host in places])
         address = f"{places[0].address}:{next(self._ports)}"
-        meeting = RendezvousInfo(
+        info = RendezvousInfo(
             address=address, secret=secrets.token_bytes(32), timeout_seconds=timeout_seconds
         )
         # Ranks find the modules next to the caller's.
@@ -208,7 +208,7 @@ class ShapedHosts:
             ranks = []
             for place, member in zip(places, members, strict=True):
                 stem = Path(folder, str(member.rank))
-                job = cloudpickle.dumps((member, meeting, collective, work, args))
+                job = cloudpickle.dumps((member, info, collective, work, args))
                 stem.with_suffix(".job").write_bytes(job)
                 with stem.with_suffix(".log").open("wb") as log:
                     words = [sys.executable, str(Path(__file__).resolve()), str(stem)]
@@ -262,14 +262,14 @@ def _rank(stem: Path) -> None:
     from ringspark.estimators.training.phase import Status
 
     torch.set_num_threads(1)
-    member, meeting, name, work, args = cloudpickle.loads(stem.with_suffix(".job").read_bytes())
+    member, info, name, work, args = cloudpickle.loads(stem.with_suffix(".job").read_bytes())
     kind = collective_class(name)
     rendezvous = None
     if member.rank == 0:
-        port = int(meeting.address.rpartition(":")[2])
-        rendezvous = kind.open_rendezvous(member, meeting.secret, [port])
+        port = int(info.address.rpartition(":")[2])
+        rendezvous = kind.open_rendezvous(member, info.secret, [port])
     try:
-        connected = kind.connect(member, meeting)
+        connected = kind.connect(member, info)
         work_and_leave(
             connected,
             lambda collective, *_: str(

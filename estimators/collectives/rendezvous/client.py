@@ -42,7 +42,7 @@ class RendezvousClient:
     """An authenticated connection to rank 0's server; several threads may use it.
 
     Args:
-        address: "host:port" of the server; "host:port,port" with all `meeting_ports` if the port is unknown.
+        address: "host:port" of the server; "host:port,port" with all `rendezvous_ports` if it is unknown.
         timeout_seconds: How long to try to reach the server.
 
     Attributes:

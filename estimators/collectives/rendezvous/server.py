@@ -40,7 +40,7 @@ _PORTS = range(10_000, 32_000)
 _NUM_PORTS = 8
 
 
-def meeting_ports(secret: bytes) -> list[int]:
+def rendezvous_ports(secret: bytes) -> list[int]:
     """Returns ports derived from the secret; the ranks of one host try them if rank 0's port is unknown."""
     digest = hmac.new(secret, b"ports", hashlib.sha256).digest()
     return [_PORTS[number % len(_PORTS)] for number in struct.unpack(f"!{_NUM_PORTS}I", digest)]
@@ -76,7 +76,7 @@ class KeyValues:
         # Key -> functions to call once the key exists.
         self._waiting: dict[bytes, set[Callable[[], None]]] = {}
         # Name of a synchronization -> ranks that have not called it yet; then rank -> its answer.
-        self._meetings: dict[bytes, tuple[set[int], dict[int, bytes]]] = {}
+        self._synchronizations: dict[bytes, tuple[set[int], dict[int, bytes]]] = {}
 
     def answer(self, message: bytes, reply: Reply) -> None:
         """Runs one request, joined by `pack`; calls `reply` once, now or later."""
@@ -143,9 +143,9 @@ class KeyValues:
         """
         name, value = args[0], args[3]
         size, rank, wait_ms = map(_number, (args[1], args[2], args[4]))
-        if name not in self._meetings:
-            self._meetings[name] = set(range(size)), {}
-        (missing, answers), complete = self._meetings[name], name + b"/all"
+        if name not in self._synchronizations:
+            self._synchronizations[name] = set(range(size)), {}
+        (missing, answers), complete = self._synchronizations[name], name + b"/all"
         # A rank repeats its request while it waits, and is registered only once.
         if rank in missing:
             if self.set(b"%s/%d" % (name, rank), value) == REFUSED:
@@ -167,7 +167,7 @@ class KeyValues:
                 reply(DONE + answers.pop(rank, b""))
                 if not answers:
                     self._pop(complete)
-                    del self._meetings[name]
+                    del self._synchronizations[name]
 
         self._when(complete, wait_ms, end)
 

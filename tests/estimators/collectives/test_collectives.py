@@ -227,11 +227,11 @@ def test_sums_are_scattered_in_any_parts_and_gathered_again(name, size):
 
 
 def test_more_ranks_than_horovod_can_connect_are_refused_before_it_starts():
-    meeting = RendezvousInfo(address="127.0.0.1:1", secret=b"")
+    info = RendezvousInfo(address="127.0.0.1:1", secret=b"")
     with pytest.raises(
         ValueError, match="at most 4,000 workers, got 4,001; lower numWorkers or set collective"
     ):
-        horovod_collective.HorovodCollective.connect(Member(size=4_001), meeting)
+        horovod_collective.HorovodCollective.connect(Member(size=4_001), info)
 
 
 @pytest.mark.distributed

@@ -29,8 +29,8 @@ from ringspark.estimators.collectives.rendezvous.server import (
     MAX_STORED_BYTES,
     KeyValues,
     RendezvousServer,
-    meeting_ports,
     pack,
+    rendezvous_ports,
     unpack,
 )
 
@@ -325,8 +325,8 @@ def test_a_stranger_on_a_data_connection_is_found_out():
 
 def test_ranks_that_were_told_no_port_meet_where_the_secret_says():
     """A stranger has the first port, and an earlier start of the gang has the second."""
-    ports = meeting_ports(SECRET)
-    assert meeting_ports(SECRET[::-1]) != ports
+    ports = rendezvous_ports(SECRET)
+    assert rendezvous_ports(SECRET[::-1]) != ports
     address, heard = f"{HOST}:{','.join(map(str, ports))}", threading.Event()
 
     def greet(stranger: socket.socket) -> None:

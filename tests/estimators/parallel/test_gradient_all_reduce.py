@@ -131,8 +131,8 @@ def test_a_rank_that_fails_in_its_backward_pass_closes_its_connections(tie):
     """The error keeps the frames alive; a running all-reduce would keep the group and block its peers."""
     before = _sockets()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    meeting = RendezvousInfo(address="", secret=b"")
-    collective = TorchCollective(Member(), meeting, SimpleNamespace(close=lambda: None))
+    info = RendezvousInfo(address="", secret=b"")
+    collective = TorchCollective(Member(), info, SimpleNamespace(close=lambda: None))
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
     def fails(gradient: torch.Tensor) -> None:

@@ -30,13 +30,13 @@ ZERO = {"sync": Zero(stage=3), "checkpoint_every_steps": 2}
 
 
 def _rank_in_turn(
-    process: int, meetings: Sequence[RendezvousInfo], tasks: Sequence[TrainTask]
+    process: int, infos: Sequence[RendezvousInfo], tasks: Sequence[TrainTask]
 ) -> list[tuple[int, str]]:
     """Trains each task with the next rank; returns ranks and results."""
     size, results = tasks[0].config.num_workers, []
-    for turn, (meeting, task) in enumerate(zip(meetings, tasks, strict=True)):
+    for turn, (info, task) in enumerate(zip(infos, tasks, strict=True)):
         member = assign_ranks(["127.0.0.1"] * size)[(process + turn) % size]
-        collective = TorchCollective.connect(member, meeting)
+        collective = TorchCollective.connect(member, info)
         results.append((member.rank, work_and_leave(collective, task, "cpu", Status())))
     return results
 
@@ -48,12 +48,12 @@ def _train_in_reused_processes(configs: Sequence[TrainConfig]) -> list[TrainResu
     tasks = [TrainTask(config=config, objects=user_code.dumps(objects)) for config in checked]
     size, secret = configs[0].num_workers, secrets.token_bytes(32)
     opened = [TorchCollective.open_rendezvous(assign_ranks(["127.0.0.1"] * size)[0], secret) for _ in tasks]
-    meetings = [RendezvousInfo(address=r.address, secret=secret, timeout_seconds=60.0) for r in opened]
+    infos = [RendezvousInfo(address=r.address, secret=secret, timeout_seconds=60.0) for r in opened]
     try:
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(local._PRELOADED)
         with ProcessPoolExecutor(size, context) as pool:
-            futures = [pool.submit(_rank_in_turn, process, meetings, tasks) for process in range(size)]
+            futures = [pool.submit(_rank_in_turn, process, infos, tasks) for process in range(size)]
             texts = [future.result() for future in futures]
     finally:
         for rendezvous in opened:
