@@ -22,7 +22,7 @@ class MaskedTabPack(TabPack):
     """
 
     # A pack chooses members by their errors in the label, and there is no label yet.
-    candidates = None  # type: ignore[assignment]
+    choose_on = None  # type: ignore[assignment]
 
     def __init__(self, edges: Sequence[Sequence[float]], cardinalities: Sequence[int], **more: Any) -> None:
         super().__init__(edges, cardinalities, len(edges) + sum(cardinalities), **more)

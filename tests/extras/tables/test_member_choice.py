@@ -7,7 +7,8 @@ from small_training import epoch_record
 
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.training.feed import Batch
-from ringspark.estimators.training.selection import calibrated
+from ringspark.estimators.training.selection import Pack, calibrated
+from ringspark.extras.pretraining.table_networks import MaskedTabPack
 from ringspark.extras.tables.tabpack import TabPack
 
 
@@ -39,6 +40,11 @@ def test_batches_without_rows_and_ignored_rows_change_nothing() -> None:
     weighted = batch(labels, [0.0 if row % 3 == 0 else 1.0 for row in range(8)])
     assert torch.equal(shares(batch(ignored)), shares(weighted))
     assert float(expected.sum()) == 1.0
+
+
+def test_a_pack_that_learns_without_a_label_chooses_no_members() -> None:
+    assert isinstance(pack(), Pack)
+    assert not isinstance(MaskedTabPack([[-1.0, 0.0, 1.0]], []), Pack)
 
 
 def test_a_saved_network_is_calibrated_within_bounds_and_the_training_is_not() -> None:
