@@ -9,7 +9,7 @@ from ringspark.extras.tables.tabm import TabM
 from ringspark.extras.tables.tabpack import TabPack
 
 # Arguments of a network that depend on the label.
-OF_LABEL = ("out_features", "center", "scale", "averages")
+OF_LABEL = ("out_features", "center", "scale", "averages", "link")
 # Patterns of the weights that depend on the number of outputs.
 OF_OUTPUTS = ("head.*", "heads", "biases", "effects.*", "shares", "temperature")
 
