@@ -5,8 +5,8 @@ At each point of a fit, the core calls the hooks of the techniques that the sett
 `extras/<folder>/technique.py`.
 
 `techniques_in(estimator)` finds techniques by `Registered.param`. It serves the hooks that get the estimator,
-and `prepare`, `complete_config`, `check_columns` and `settle`. `techniques_of(config)` finds techniques by
-`Registered.field`, and serves all other hooks.
+and `prepare`, `wrap_network`, `complete_config`, `check_columns` and `settle`. `techniques_of(config)` finds
+techniques by `Registered.field`, and serves all other hooks.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ class Technique:
     def output_columns(self, estimator: Any) -> list[str]:
         """Returns the names of columns that the model adds to the outputs."""
         return []
+
+    def wrap_network(self, model: Any, given: Mapping[str, Any], task: str) -> Any:
+        """Returns the network to train, a `ModelSpec` or a module; `given` are the settings by name."""
+        return model
 
     def complete_config(self, config: Any, objects: Any, given: Mapping[str, Any]) -> Any:
         """Checks the settings `given`, by name, of which the config was made; returns the config."""
@@ -195,6 +199,7 @@ def _extra(path: str, **more: Any) -> Registered:
 # In the order in which their hooks are called.
 TECHNIQUES: dict[str, Registered] = {
     "initial_model": Registered(path="ringspark.estimators.initial_model:InitialModel", param="initialModel"),
+    "offset": _extra("offset.technique:Offset", param="offsetCol", when=bool),
     "own_code": _extra("own_code.technique:OwnCode", field="num_workers", when=bool, is_optional=True),
     "training_steps": _extra(
         "training_steps.technique:TrainingStep", field="training_step", param="trainingStep"

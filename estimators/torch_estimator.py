@@ -35,6 +35,7 @@ from ringspark.estimators.stages.params import (
     EstimatorKeywords,
     LabelParams,
     MultiLabelParams,
+    OffsetParams,
     RegressorKeywords,
 )
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
@@ -49,6 +50,7 @@ from ringspark.estimators.tracking.watcher import RunWatcher
 from ringspark.estimators.training.check.training import CheckedTraining
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.worker import FinishedRun, TrainResult
+from ringspark.models import ModelSpec
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.spark_paths import resolve, to_spark_uri
@@ -258,9 +260,9 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
         # The model also gets the parent's uid, like every Spark ML model.
         model._resetUid(self.uid)
         self._copyValues(model)
-        if fit.objects.module is not None:
-            # Later changes of the user's module must not affect this model.
-            model._set(model=copy_to_meta(fit.objects.module))
+        # Later changes of the user's module must not affect this model.
+        own = fit.objects.module
+        model._set(model=ModelSpec.from_json(config.model or "") if own is None else copy_to_meta(own))
         model._compare_on_shards(spark, training)
         return cast(M, model)
 
@@ -311,7 +313,7 @@ class TorchEstimator(EstimatorKeywords, _TorchEstimator[TorchModel], MultiLabelP
 
 
 class TorchClassifier(
-    ClassifierKeywords, _TorchEstimator[TorchClassificationModel], LabelParams, ClassifierParams
+    ClassifierKeywords, _TorchEstimator[TorchClassificationModel], LabelParams, OffsetParams, ClassifierParams
 ):
     """Trains a network to predict classes 0..n-1.
 
@@ -336,7 +338,7 @@ class TorchClassifier(
             check_thresholds(thresholds, max(2, shape[-1] if shape else 1))
 
 
-class TorchRegressor(RegressorKeywords, _TorchEstimator[TorchRegressionModel], LabelParams):
+class TorchRegressor(RegressorKeywords, _TorchEstimator[TorchRegressionModel], LabelParams, OffsetParams):
     """Trains a network to predict numbers: (batch,) or (batch, 1), or (batch, k) for array labels."""
 
     _task: Task = "regression"

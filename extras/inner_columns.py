@@ -22,6 +22,7 @@ from ringspark.estimators.names import nearest
 from ringspark.estimators.techniques import Technique
 from ringspark.estimators.training.batch_transforms import PreparedNetwork
 from ringspark.estimators.training.feed import Array
+from ringspark.extras.offset.network import OffsetNetwork
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 from ringspark.models.program import Program
@@ -85,6 +86,8 @@ def check_modules(model: ModelSpec | nn.Module, names: Mapping[str, str]) -> Non
 
 
 def find_module(network: nn.Module, name: str) -> nn.Module:
+    if isinstance(network, OffsetNetwork):
+        network = network.network
     known: dict[str, nn.Module] = dict(network.named_modules())
     if isinstance(network, Program):
         known = {name: module for name, (module, _) in network.inner.items()}

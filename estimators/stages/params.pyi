@@ -26,7 +26,10 @@ class ModelSettings(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionC
     inferencePrecision: Param[Any]; getInferencePrecision: Getter[Literal['fp32', 'bf16', 'int8']]; setInferencePrecision: Setter[Literal['fp32', 'bf16', 'int8'] | None]
     inferenceUseGpu: Param[Any]; getInferenceUseGpu: Getter[bool]; setInferenceUseGpu: Setter[bool | None]
 
-class EvaluatedParams(DeclaredParams, HasLabelCol):
+class OffsetParams(DeclaredParams):
+    offsetCol: Param[Any]; getOffsetCol: Getter[str | None]; setOffsetCol: Setter[str | None]
+
+class EvaluatedParams(OffsetParams, HasLabelCol):
     labelCol: Param[Any]; getLabelCol: Getter[str]; setLabelCol: Setter[str | None]
     metrics: Param[Any]; getMetrics: Getter[list[Any]]; setMetrics: Setter[Any]
 
@@ -125,12 +128,13 @@ class MultiLabelParams(LabelParams):
 class ClassifierKeywords:
     def __init__(self, *,
         featuresCol: str | None = ..., inputCols: str | Sequence[str] | None = ...,
-        handleInvalid: Literal['error', 'skip', 'keep'] | None = ..., labelCol: str | None = ..., columns: Any = ...,
-        weightCol: str | None = ..., validationIndicatorCol: str | None = ..., validationFraction: float | None = ...,
-        timeCol: str | None = ..., storageUri: str | None = ..., data: Literal['copy', 'inPlace', 'auto'] | None = ...,
-        reader: str | None = ..., cache: Literal['auto', 'memory', 'disk', 'none'] | None = ...,
-        predictionCol: str | None = ..., predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ...,
-        inferenceBatchSize: int | None = ..., inferenceOffload: Literal['none', 'disk'] | None = ...,
+        handleInvalid: Literal['error', 'skip', 'keep'] | None = ..., labelCol: str | None = ..., offsetCol: str | None = ...,
+        columns: Any = ..., weightCol: str | None = ..., validationIndicatorCol: str | None = ...,
+        validationFraction: float | None = ..., timeCol: str | None = ..., storageUri: str | None = ...,
+        data: Literal['copy', 'inPlace', 'auto'] | None = ..., reader: str | None = ...,
+        cache: Literal['auto', 'memory', 'disk', 'none'] | None = ..., predictionCol: str | None = ...,
+        predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ..., inferenceBatchSize: int | None = ...,
+        inferenceOffload: Literal['none', 'disk'] | None = ...,
         inferencePrecision: Literal['fp32', 'bf16', 'int8'] | None = ..., inferenceUseGpu: bool | None = ...,
         rawPredictionCol: str | None = ..., probabilityCol: str | None = ..., predictedLabelCol: str | None = ...,
         thresholds: Sequence[float] | None = ..., model: Any = ..., transformInPrediction: Any = ..., metrics: Any = ...,
@@ -166,12 +170,13 @@ class ClassifierKeywords:
 class RegressorKeywords:
     def __init__(self, *,
         featuresCol: str | None = ..., inputCols: str | Sequence[str] | None = ...,
-        handleInvalid: Literal['error', 'skip', 'keep'] | None = ..., labelCol: str | None = ..., columns: Any = ...,
-        weightCol: str | None = ..., validationIndicatorCol: str | None = ..., validationFraction: float | None = ...,
-        timeCol: str | None = ..., storageUri: str | None = ..., data: Literal['copy', 'inPlace', 'auto'] | None = ...,
-        reader: str | None = ..., cache: Literal['auto', 'memory', 'disk', 'none'] | None = ...,
-        predictionCol: str | None = ..., predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ...,
-        inferenceBatchSize: int | None = ..., inferenceOffload: Literal['none', 'disk'] | None = ...,
+        handleInvalid: Literal['error', 'skip', 'keep'] | None = ..., labelCol: str | None = ..., offsetCol: str | None = ...,
+        columns: Any = ..., weightCol: str | None = ..., validationIndicatorCol: str | None = ...,
+        validationFraction: float | None = ..., timeCol: str | None = ..., storageUri: str | None = ...,
+        data: Literal['copy', 'inPlace', 'auto'] | None = ..., reader: str | None = ...,
+        cache: Literal['auto', 'memory', 'disk', 'none'] | None = ..., predictionCol: str | None = ...,
+        predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ..., inferenceBatchSize: int | None = ...,
+        inferenceOffload: Literal['none', 'disk'] | None = ...,
         inferencePrecision: Literal['fp32', 'bf16', 'int8'] | None = ..., inferenceUseGpu: bool | None = ..., model: Any = ...,
         transformInPrediction: Any = ..., metrics: Any = ..., loss: Any = ..., transformBatch: Any = ...,
         initialModel: Any = ..., initialState: Literal['weights', 'optimizer'] | None = ..., teacher: Any = ...,

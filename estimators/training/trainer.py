@@ -385,7 +385,8 @@ class Trainer:
         with train_state.average.in_place(), torch.no_grad():
             if self._pack is not None:
                 is_classes = self._config.task == "classification"
-                self._pack.choose_on(self._held_out(reader), self._mesh.data, is_classes=is_classes)
+                held_out, loss = self._held_out(reader), self._config.losses[0]
+                self._pack.choose_on(held_out, self._mesh.data, is_classes=is_classes, loss=loss)
             plan = reader.plan(0)
             for step, batch in enumerate(self._held_out(reader)):
                 if (own := train_state.own_step) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ringspark.estimators.prepared_fit import is_for_tables
+from ringspark.estimators.training.objective.deviance import family_of, find_power
 from ringspark.extras.tables.table_plan import TablePlan
 from ringspark.extras.tables.tabm import RARE_FROM
 from ringspark.models import ModelSpec
@@ -29,7 +30,17 @@ def complete_table(estimator: Any, plan: TablePlan, model: ModelSpec) -> dict[st
     if model.target == "tabpack" and plan.rows > LARGE and not {"rates", "dropouts"} & model.kwargs.keys():
         arguments |= {"rates": [1.0] * len(_LARGE_DROPOUTS), "dropouts": _LARGE_DROPOUTS}
     spec = ModelSpec(model.target, (arguments if is_for_tables(model) else {}) | model.kwargs)
+    if estimator._task == "regression" and is_log(estimator) != (spec.kwargs.get("link") == "log"):
+        raise ValueError(
+            f"loss {estimator.getLoss()!r} needs another network than this run, search or initialModel has; "
+            "set the loss that they had, or start a new one"
+        )
     return {"model": spec, **_recipe(estimator, plan, model.target)}
+
+
+def is_log(estimator: Any) -> bool:
+    """Whether the network returns a positive mean, which the loss compares by a deviance."""
+    return find_power(estimator.getLoss()) is not None
 
 
 def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
@@ -79,12 +90,19 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
         del recipe["patience"]
     if estimator._task == "any":
         del recipe["loss"]
+    elif is_regression and is_log(estimator):
+        loss = family_of(estimator.getLoss())
+        family, *power = loss.split("_")
+        recipe["metrics"] = ["_".join((family, "deviance", *power)), "rmse"]
+        return {**unset(estimator, recipe), "loss": f"{loss}_per_member"}
     elif is_regression:
         recipe["metrics"] = ["rmse", "r2"]
     else:
         # The temperature also if the user has other metrics.
         own = estimator.getMetrics() if estimator.isSet(estimator.metrics) else ["accuracy", "log_loss"]
-        recipe["metrics"] = own if "temperature" in own else [*own, "temperature"]
+        # A temperature would also divide the offset, which is known.
+        is_complete = "temperature" in own or bool(estimator.getOffsetCol())
+        recipe["metrics"] = own if is_complete else [*own, "temperature"]
         return {**unset(estimator, recipe), "metrics": recipe["metrics"]}
     return unset(estimator, recipe)
 

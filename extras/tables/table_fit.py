@@ -22,6 +22,7 @@ from ringspark.estimators.held_out_rows import HeldOut, hold_out
 from ringspark.estimators.initial_model import OR_NEW, table_kind
 from ringspark.estimators.prepared_fit import NETWORKS, TABLE_COLUMN, Plans, PreparedFit
 from ringspark.estimators.stages.declared import value_of
+from ringspark.estimators.training.objective.deviance import find_power
 from ringspark.extras.tables.label import check_label_type, look_at_label
 from ringspark.extras.tables.recipe import LARGE, complete_table, unset
 from ringspark.extras.tables.table_plan import TablePlan, plan_table
@@ -65,10 +66,12 @@ def prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: 
         )
     split = hold_out(estimator, plans.fix_rows(dataset), [*label_names, *names], plans.is_dry_run)
     asked, initial = [task, label.name if label else "", *names], estimator.getInitialModel()
-    key = (*asked, split.indicator, estimator.getRunUri(), id(initial))
+    offset = _offset_name(estimator, FieldIndex(schema, exact))
+    key = (*asked, split.indicator, estimator.getRunUri(), id(initial), str(estimator.getLoss()), offset)
     if key not in plans.known:
         stored = _stored_plan(search_uri or _begun_run(estimator, dataset), asked)
-        plans.known[key] = stored or _plan(split, label, asked, initial, plans.is_dry_run)
+        of_label = {"loss": estimator.getLoss(), "offset": offset}
+        plans.known[key] = stored or _plan(split, label, asked, initial, plans.is_dry_run, of_label)
     plan = plans.known[key]
     if not plans.is_dry_run:
         _warn_of_columns(plan.uses)
@@ -98,7 +101,12 @@ def prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: 
         row = plan.kind.adopt(TABLE_COLUMN, table).select(None, table)
     frame = split.dataset.withColumn(TABLE_COLUMN, row)
     weight = value_of(estimator, "weightCol")
-    for each in (label, weight and find_field(weight, "weightCol", schema, exact)):
+    others = (
+        find_field(name, setting, schema, exact)
+        for name, setting in ((weight, "weightCol"), (offset, "offsetCol"))
+        if name
+    )
+    for each in (label, *others):
         if each and isinstance(each.dataType, DecimalType):
             frame = frame.withColumn(each.name, F.col(quote(each.name)).cast("double"))
     return PreparedFit(inner, frame, plan, frozenset(unset(estimator, completion)) - {"model"})
@@ -133,7 +141,12 @@ def _stored_plan(uri: str | None, asked: list[str]) -> TablePlan | None:
 
 
 def _plan(
-    split: HeldOut, label: StructField | None, asked: list[str], initial: Any, is_dry_run: bool
+    split: HeldOut,
+    label: StructField | None,
+    asked: list[str],
+    initial: Any,
+    is_dry_run: bool,
+    of_label: dict[str, Any],
 ) -> TablePlan:
     held = F.coalesce(F.col(quote(split.indicator)).cast("boolean"), F.lit(False))
     outputs: dict[str, Any] = {}
@@ -141,8 +154,9 @@ def _plan(
         target = F.lit(0.0)
     elif is_dry_run:
         outputs = {"out_features": 1 if asked[0] == "regression" else 2}
+        outputs |= {"link": "log"} if find_power(of_label["loss"]) else {}
     elif initial is None or initial.without_label:
-        target, outputs = look_at_label(split.dataset, held, label, asked[0])
+        target, outputs = look_at_label(split.dataset, held, label, asked[0], **of_label)
     if initial is None:
         plan = _UNKNOWN_ROWS if is_dry_run else plan_table(split.dataset, asked[2:], held, target)
         return replace(plan, outputs=outputs, asked=asked)
@@ -168,12 +182,14 @@ def _input_names(estimator: Any, schema: StructType, exact: bool, labels: Sequen
         fields.find(name, setting).name if (name := value_of(estimator, setting)) else None
         for setting in ("validationIndicatorCol", "weightCol")
     )
+    offset = _offset_name(estimator, fields)
     param = next((p for p in ("inputCols", "featuresCol") if estimator.isSet(estimator.getParam(p))), None)
     if param is None:
-        others = {*labels, indicator, weight}
+        others = {*labels, indicator, weight, offset}
         return [name for name in schema.names if name not in others and not _OF_TUNERS.fullmatch(name)]
-    # Only a named weight is an input, too.
-    names = [fields.find(name, param).name for name in estimator.inputColumns()]
+    # Only a named weight or offset is an input, too.
+    named = estimator.inputColumns()
+    names = [fields.find(name, param).name for name in (named if offset is None else named[:-1])]
     for name in {*labels, indicator}.intersection(names):
         setting = "validationIndicatorCol" if name == indicator else "labelCol"
         raise ValueError(
@@ -181,6 +197,11 @@ def _input_names(estimator: Any, schema: StructType, exact: bool, labels: Sequen
             f"other columns for {param}"
         )
     return names
+
+
+def _offset_name(estimator: Any, fields: FieldIndex) -> str | None:
+    given = value_of(estimator, "offsetCol") if estimator.hasParam("offsetCol") else None
+    return fields.find(given, "offsetCol").name if given else None
 
 
 def _warn_of_columns(uses: Sequence[ColumnUse]) -> None:

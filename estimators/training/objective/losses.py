@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.loss import _Loss
 
 from ringspark.estimators.names import nearest
+from ringspark.estimators.training.objective.deviance import POWERS, Deviance, find_power
 from ringspark.estimators.user_code import signature_of
 
 RowLoss = Callable[..., torch.Tensor]
@@ -279,6 +280,8 @@ LOSSES: dict[str, RowLoss] = {
     "mse_per_member": MemberLoss(ElementLoss(nn.MSELoss())),
     "l1": ElementLoss(nn.L1Loss()),
     "huber": ElementLoss(nn.HuberLoss()),
+    **{name: ElementLoss(Deviance(power)) for name, power in POWERS.items()},
+    **{f"{name}_per_member": MemberLoss(ElementLoss(Deviance(power))) for name, power in POWERS.items()},
 }
 
 
@@ -307,7 +310,7 @@ def loss_names() -> list[str]:
 
 def check_loss_name(name: str) -> None:
     _check_arguments(name)
-    if name not in loss_names():
+    if find_power(name) is None and name not in loss_names():
         raise ValueError(
             f"loss must be one of {sorted(LOSSES)}, the class name of a loss in torch.nn, an instance of "
             f"one, or a callable, got {name!r}{nearest(name, loss_names())}"
@@ -324,6 +327,9 @@ def resolve_loss(loss: str | Callable[..., torch.Tensor], device: torch.device |
     if isinstance(loss, str):
         if loss in LOSSES:
             return LOSSES[loss]
+        if (power := find_power(loss)) is not None:
+            made = ElementLoss(Deviance(power))
+            return MemberLoss(made) if loss.endswith("_per_member") else made
         check_loss_name(loss)
         return _wrap_module(_torch_losses()[loss]())
     if isinstance(loss, nn.Module):

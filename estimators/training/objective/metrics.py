@@ -19,9 +19,11 @@ from typing import Any, Literal
 import torch
 
 from ringspark.estimators.names import check_name
+from ringspark.estimators.training.objective.deviance import POWERS, find_power
 from ringspark.estimators.training.objective.metric_formulas import (
     R2,
     Curve,
+    MeanDeviance,
     Temperature,
     auroc,
     average_precision,
@@ -91,7 +93,28 @@ def _mean(task: Task, takes: Literal["relative_errors", "log_losses"]) -> Metric
     )
 
 
-METRICS: dict[str, MetricInfo] = {
+def _deviance(power: float) -> MetricInfo:
+    return MetricInfo(
+        task="regression",
+        higher_is_better=False,
+        make=lambda num_classes: MeanDeviance(power),
+        takes="values",
+    )
+
+
+class _Metrics(dict[str, MetricInfo]):
+    """The metrics by name, also "tweedie_deviance_1.7" for any power between 1 and 2."""
+
+    def __missing__(self, name: str) -> MetricInfo:
+        power = find_power(name.replace("_deviance", "", 1)) if "_deviance" in name else None
+        if power is None:
+            check_name("metrics", name, self, otherwise="")
+            raise KeyError(name)
+        return _deviance(power)
+
+
+METRICS: dict[str, MetricInfo] = _Metrics()
+METRICS |= {
     "accuracy": MetricInfo(make=partial(_of_classes, "Accuracy", average="micro")),
     "balanced_accuracy": MetricInfo(
         make=partial(_of_classes, "StatScores", average=None, as_binary=False), finish=balanced_accuracy
@@ -110,12 +133,12 @@ METRICS: dict[str, MetricInfo] = {
     # torchmetrics' own replaces labels below 1.17e-6 by that number.
     "mape": _mean("regression", "relative_errors"),
     "r2": MetricInfo(task="regression", make=lambda num_classes: R2(), takes="values"),
+    **{f"{family}_deviance": _deviance(power) for family, power in POWERS.items()},
 }
 
 
 def metric_info(name: str) -> MetricInfo:
     """Returns the registry's entry; raises ValueError if the name is unknown."""
-    check_name("metrics", name, METRICS, otherwise="")
     return METRICS[name]
 
 

@@ -120,6 +120,21 @@ class Label(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Offset(Section):
+    """The offset of an estimator with one label, and of its model."""
+
+    GROUP = "data"
+    ON_DRIVER = True
+
+    offset_col: str | None = setting(
+        None,
+        "column that is added to the network's output before the link, such as the logarithm of an exposure; "
+        "unset or empty: none",
+        empty_is_unset=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Labels(Section):
     """The labels of a network with several outputs."""
 

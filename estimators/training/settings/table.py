@@ -9,6 +9,7 @@ from ringspark.estimators.training.settings.data import (
     Inputs,
     Label,
     Labels,
+    Offset,
     Prediction,
 )
 from ringspark.estimators.training.settings.memory import Budget, Memory
@@ -20,7 +21,20 @@ from ringspark.estimators.training.settings.training import Steps, Training
 from ringspark.estimators.training.settings.workers import Workers
 
 SECTIONS: tuple[type[Section], ...] = (
-    *(Inputs, Label, Labels, Columns, Data, Prediction, Classification, Model, Metrics, Objects, Network),
+    *(
+        Inputs,
+        Label,
+        Offset,
+        Labels,
+        Columns,
+        Data,
+        Prediction,
+        Classification,
+        Model,
+        Metrics,
+        Objects,
+        Network,
+    ),
     *(Training, Steps, Workers, Memory, Budget),
     *(Recovery, RunFolder, Observation, Progress),
 )

@@ -64,7 +64,7 @@ RUNS = [
     R("initialModel: other inputs", lambda p: p.fit(initialModel=p.model, inputCols=["half"]),
       r"takes the columns \['features'\], and the estimator has \['half'\]", "give the estimator the same"),
     R("initialModel: another label", lambda p: p.fit(initialModel=p.model, labelCol="zero"),
-      "predicts the label 'label', and labelCol is 'zero'", "set labelCol to the model's"),
+      "initialModel has labelCol 'label', and the estimator has 'zero'", "set labelCol to the model's"),
     R("initialModel: no training state", lambda p: p.fit(initialModel=p.model, initialState="optimizer"),
       "there is none next to .*;", "fit the initial model with keepTrainingState=True"),
     R("initialModel: two sources of weights", lambda p: p.fit(initialModel=p.model, pretrained=p.storage),
