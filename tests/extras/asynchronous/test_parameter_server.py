@@ -83,7 +83,7 @@ def _prepare(
     settings = SyncSettings(sync=sync_of(apart=consistency), timeout_seconds=30)
     by_name = lambda module: build_optimizer(optimizer, module, None, rate, decay)  # noqa: E731
     make = optimizer if callable(optimizer) else by_name
-    strategy = STRATEGIES[settings.sync.strategy]()
+    strategy = STRATEGIES[settings.sync.strategy]
     return strategy.prepare(module or Net(), make, RankMesh.of(collective), settings)
 
 
