@@ -149,7 +149,7 @@ class HogwildSync(GradientSync):
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         self._client.progress = self.progress
-        self._client.tick()
+        self._client.push_step({})
         # Does not wait; raises if a rank is gone.
         self._client.read_all()
 

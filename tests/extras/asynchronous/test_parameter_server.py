@@ -157,7 +157,7 @@ def _apart(collective: Collective, consistency: dict[str, Any]) -> dict[str, Any
 
 
 def _literal(collective: Collective) -> dict[str, Any]:
-    """Runs `push(index, gradient)` and `pull(index)` on a parameter that is sharded over all servers."""
+    """Pushes and reads a parameter that is sharded over all servers."""
     sync = _prepare(collective, ASP, "sgd", rate=0.5, decay=0.0)
     client, parameters = sync.client, sync._shard.parameters
     index = next(i for i, p in enumerate(parameters) if p.shape == (5, 7))
@@ -167,11 +167,11 @@ def _literal(collective: Collective) -> dict[str, Any]:
     gradient = torch.arange(35.0).reshape(5, 7)
     seen = []
     for _ in range(2):
-        client.push(index, gradient)
-        client.tick()
-        seen.append(client.pull(index).tolist())
+        client.push_step({index: gradient})
+        client.read_all()
+        seen.append(parameters[index].tolist())
     sync.settle()
-    pulled = client.pull(index)
+    pulled = parameters[index]
     return {"seen": seen, "pulled": pulled.tolist(), "stride": list(pulled.stride())}
 
 
