@@ -157,9 +157,9 @@ def _apart(collective: Collective, consistency: dict[str, Any]) -> dict[str, Any
 
 
 def _literal(collective: Collective) -> dict[str, Any]:
-    """Pushes and reads a parameter that is sharded over all servers."""
+    """Steps a parameter that is sharded over all servers, with a gradient in another memory order."""
     sync = _prepare(collective, ASP, "sgd", rate=0.5, decay=0.0)
-    client, parameters = sync.client, sync._shard.parameters
+    parameters = sync._shard.parameters
     index = next(i for i, p in enumerate(parameters) if p.shape == (5, 7))
     with torch.no_grad():
         parameters[index].fill_(0)
@@ -167,8 +167,8 @@ def _literal(collective: Collective) -> dict[str, Any]:
     gradient = torch.arange(35.0).reshape(5, 7)
     seen = []
     for _ in range(2):
-        client.push_step({index: gradient})
-        client.read_all()
+        parameters[index].grad = gradient
+        sync.optimizer.step()
         seen.append(parameters[index].tolist())
     sync.settle()
     pulled = parameters[index]
