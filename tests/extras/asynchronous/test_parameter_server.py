@@ -307,7 +307,7 @@ def test_settled_ranks_have_equal_weights_and_load_them_again(size: int, collect
 
 
 @pytest.mark.parametrize(("size", "collective"), GANGS)
-def test_push_and_pull_by_index(size: int, collective: str) -> None:
+def test_every_push_moves_a_sharded_parameter(size: int, collective: str) -> None:
     """Each worker pushes twice. Each push moves the weights by its share of the rate 0.5."""
     gradient = torch.arange(35.0).reshape(5, 7)
     for result in _results(size, collective):
