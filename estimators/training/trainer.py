@@ -422,7 +422,7 @@ class Trainer:
 
     def _share_moved_buffers(self, plan: EpochPlan, step: int) -> None:
         """Gives ranks without rows, which ran no forward pass, the buffers that the others' passes moved."""
-        size = self._mesh.data_size
+        size = self._mesh.data.size
         # With several rows per rank no rank is without; nor do ranks that step on their own wait here.
         if plan.global_rows(step) >= 16 * size or self._together is None or self._config.hides_rows:
             return
@@ -432,7 +432,7 @@ class Trainer:
 
     def _share_buffers(self, root: int = 0, names: Collection[str] = ()) -> None:
         """Broadcasts a rank's buffers `names`, or all to save: the saved network has rank 0's statistics."""
-        if self._mesh.data_size == 1:
+        if self._mesh.data.size == 1:
             return
         network = self._sync.network
         names = list(names or network.state_dict())
