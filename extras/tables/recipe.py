@@ -28,7 +28,15 @@ def complete_table(estimator: Any, plan: TablePlan, model: ModelSpec) -> dict[st
         arguments |= dict.fromkeys(("number_width", "category_width"), max(1, width))
     if model.target == "tabpack" and plan.rows > LARGE and not {"rates", "dropouts"} & model.kwargs.keys():
         arguments |= {"rates": [1.0] * len(_LARGE_DROPOUTS), "dropouts": _LARGE_DROPOUTS}
+    quantiles = estimator.getQuantiles() if estimator.hasParam("quantiles") else None
+    if quantiles:
+        arguments["quantiles"] = quantiles
     spec = ModelSpec(model.target, (arguments if is_for_tables(model) else {}) | model.kwargs)
+    if (trained := spec.kwargs.get("quantiles")) != quantiles:
+        raise ValueError(
+            f"the network predicts the quantiles {trained}, and quantiles is {quantiles}; set quantiles to "
+            "those of the network, or fit a new network without initialModel"
+        )
     return {"model": spec, **_recipe(estimator, plan, model.target)}
 
 
@@ -81,6 +89,9 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
         del recipe["loss"]
     elif is_regression:
         recipe["metrics"] = ["rmse", "r2"]
+        if quantiles := estimator.getQuantiles():
+            recipe["loss"] = "pinball_per_member"
+            recipe["metrics"] = ["pinball_loss", *(["coverage"] if quantiles[1:] else [])]
     else:
         # The temperature also if the user has other metrics.
         own = estimator.getMetrics() if estimator.isSet(estimator.metrics) else ["accuracy", "log_loss"]

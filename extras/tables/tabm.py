@@ -8,10 +8,12 @@ inputs and outputs of shared matrices (Wen, Tran and Ba 2020, "BatchEnsemble").
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from statistics import NormalDist
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from ringspark.models.chain import Link
 from ringspark.models.checks import check_dropout, check_sizes
@@ -91,6 +93,7 @@ class TableNetwork(nn.Module):
         edges, cardinalities, unknown: See `TabM`.
         center, scale: Mean and standard deviation of the label of a regression.
         averages: "values" or "probabilities": the outputs of the members to average.
+        quantiles: Ascending probabilities; the outputs are the label's quantiles for them. Empty: the mean.
     """
 
     effects: nn.ModuleList
@@ -103,6 +106,7 @@ class TableNetwork(nn.Module):
         center: float,
         scale: float,
         averages: str,
+        quantiles: Sequence[float] = (),
     ) -> None:
         super().__init__()
         check_dropout("unknown", unknown)
@@ -111,6 +115,7 @@ class TableNetwork(nn.Module):
         if averages not in ("values", "probabilities"):
             raise ValueError(f"averages must be 'values' or 'probabilities', got {averages!r}")
         self.center, self.scale, self.averages, self.unknown = center, scale, averages, unknown
+        self.quantiles = tuple(quantiles)
         # Names with many values also shift the output on their own, like a random effect of statistics.
         self.effect_columns = [column for column, n in enumerate(cardinalities) if n > RARE_FROM]
         if averages == "probabilities":
@@ -129,12 +134,37 @@ class TableNetwork(nn.Module):
             outputs = outputs + table(ids[:, column])
         return outputs
 
+    @property
+    def initial_outputs(self) -> torch.Tensor:
+        """Outputs that predict the quantiles of a standardized normal label, (quantiles,)."""
+        first, *others = map(NormalDist().inv_cdf, self.quantiles)
+        # The inverse of softplus.
+        return torch.tensor([first, *(math.log(math.expm1(b - a)) for a, b in pairwise([first, *others]))])
+
+    def to_distances(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Returns the lowest quantile and the distances between neighbors, which are never negative.
+
+        A mean of members keeps this sign, so the quantiles of the mean do not cross either. Without
+        quantiles, returns the outputs.
+        """
+        if not self.quantiles:
+            return outputs
+        return torch.cat([outputs[..., :1], functional.softplus(outputs[..., 1:])], -1)
+
     def to_label(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Returns center + scale * outputs in fp32 or wider. 16 bits would lose a small scale."""
+        """Returns center + scale * outputs in fp32 or wider. 16 bits would lose a small scale.
+
+        With quantiles, `outputs` are distances (`to_distances`), which are summed first.
+        """
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         if self.training and self.scale != 1 and outputs.requires_grad:
-            # As for a standardized label. Adam's epsilon would swallow a tiny gradient.
-            outputs.register_hook(lambda gradient: gradient / self.scale**2)  # type: ignore[no-untyped-call]
+            # As for a standardized label. Adam's epsilon would swallow a tiny gradient. The squared error has
+            # the square of the label's unit, and the pinball loss has the unit.
+            divisor = self.scale if self.quantiles else self.scale**2
+            outputs.register_hook(lambda gradient: gradient / divisor)  # type: ignore[no-untyped-call]
+        if self.quantiles:
+            # Not `cumsum`, which adds in another order on a GPU, so that rounding may cross quantiles.
+            outputs = torch.stack(list(accumulate(outputs.unbind(-1), torch.add)), -1)
         return self.center + self.scale * outputs
 
     def to_logits(self, probabilities: torch.Tensor) -> torch.Tensor:
@@ -179,6 +209,7 @@ class TabM(TableNetwork):
         center: Mean of a regression's label.
         scale: Standard deviation of a regression's label. Outputs are `center + scale * value`.
         averages: "values" averages outputs; "probabilities" averages class probabilities and returns logits.
+        quantiles: Ascending probabilities of the label's quantiles, one output each; empty: `out_features`.
 
     Raises:
         ValueError: If an argument is out of range, or there is no input at all.
@@ -199,8 +230,10 @@ class TabM(TableNetwork):
         center: float = 0.0,
         scale: float = 1.0,
         averages: str = "values",
+        quantiles: Sequence[float] = (),
     ) -> None:
-        super().__init__(edges, cardinalities, unknown, center, scale, averages)
+        super().__init__(edges, cardinalities, unknown, center, scale, averages, quantiles)
+        out_features = len(quantiles) or out_features
         check_sizes(out_features=out_features, members=members, width=width, depth=depth)
         check_sizes(number_width=number_width, category_width=category_width)
         check_dropout("dropout", dropout)
@@ -218,7 +251,8 @@ class TabM(TableNetwork):
         )
         bound = 1 / math.sqrt(width)
         self.heads = nn.Parameter((torch.rand(members, out_features, width) * 2 - 1) * bound)
-        self.biases = nn.Parameter(torch.zeros(members, out_features))
+        biases = torch.zeros(members, out_features)
+        self.biases = nn.Parameter(biases + self.initial_outputs if quantiles else biases)
 
     def forward(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Maps (batch, M) numbers, NaN if missing, and (batch, K) ids to outputs.
@@ -246,7 +280,10 @@ class TabM(TableNetwork):
         return torch.cat(vectors, 1)[:, None], self.add_effects(effect, ids)[:, None]
 
     def _predict(self, x: torch.Tensor, effect: torch.Tensor) -> torch.Tensor:
-        outputs = torch.einsum("bkw,kow->bko", x, self.heads) + self.biases + effect
+        outputs = self.to_distances(torch.einsum("bkw,kow->bko", x, self.heads) + self.biases + effect)
+        if self.quantiles and not self.training:
+            # Before the sum, which rounds alike in all columns.
+            outputs = outputs.mean(1, keepdim=True)
         if self.training or self.averages == "values":
             outputs = self.to_label(outputs)
             return outputs if self.training else outputs.mean(1)

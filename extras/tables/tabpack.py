@@ -8,7 +8,7 @@ Tabular Deep Learning").
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ringspark.estimators.training.objective.losses import PinballLoss
 from ringspark.extras.tables.tabm import IGNORED, RARE_FROM, RARE_STD, STD, NumberBins, TableNetwork
 from ringspark.models.checks import check_dropout, check_sizes
 
@@ -133,7 +134,7 @@ class TabPack(TableNetwork):
         dropouts: For each member, the probability of zeroing a hidden unit in training.
         rates: For each member, a factor of the learning rate, above 0.
         edges, cardinalities, out_features, width, depth, number_width, category_width, unknown, center,
-            scale, averages: See `TabM`.
+            scale, averages, quantiles: See `TabM`.
 
     Raises:
         ValueError: If an argument is out of range, or there is no input at all.
@@ -154,8 +155,10 @@ class TabPack(TableNetwork):
         center: float = 0.0,
         scale: float = 1.0,
         averages: str = "values",
+        quantiles: Sequence[float] = (),
     ) -> None:
-        super().__init__(edges, cardinalities, unknown, center, scale, averages)
+        super().__init__(edges, cardinalities, unknown, center, scale, averages, quantiles)
+        out_features = len(quantiles) or out_features
         check_sizes(out_features=out_features, width=width, depth=depth, members=len(rates))
         check_sizes(number_width=number_width, category_width=category_width)
         for dropout in dropouts:
@@ -181,6 +184,9 @@ class TabPack(TableNetwork):
             *(PackedBlock(shares, torch.tensor(dropouts), *pair) for pair in pairwise(widths))
         )
         self.head = PackedLinear(shares, width, out_features)
+        if quantiles:
+            with torch.no_grad():
+                self.head.bias += self.initial_outputs / shares[:, None, None]  # type: ignore[operator]
         self.register_buffer("shares", torch.full((len(rates),), 1 / len(rates)))
 
     def forward(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -200,7 +206,8 @@ class TabPack(TableNetwork):
         """Returns each member's predictions, first with its best weights, then with its present weights.
 
         Returns:
-            (2 * members, batch, out_features): probabilities, or standardized values of a regression.
+            (2 * members, batch, out_features): probabilities, or standardized values of a regression, or
+            distances of quantiles (`to_distances`).
         """
         if not self.head.is_chosen:
             # There are no best weights yet, so both candidates are the present weights.
@@ -219,8 +226,12 @@ class TabPack(TableNetwork):
     def choose_on(self, batches: "Iterable[Batch]", data: "Collective", *, is_classes: bool) -> None:
         """Chooses members by squared errors of values, or of class probabilities (Brier). Runs on every rank.
 
-        `batches` has this rank's held-out rows; `data` are the ranks with the other held-out rows.
+        Quantiles are judged by their pinball loss. `batches` has this rank's held-out rows; `data` are the
+        ranks with the other held-out rows.
         """
+        if self.quantiles:
+            self._choose_quantiles(batches, data)
+            return
         assert isinstance(self.shares, torch.Tensor)
         members = len(self.shares)
         # A rank without rows takes part, too.
@@ -248,18 +259,56 @@ class TabPack(TableNetwork):
             products: Sums over held-out rows of the products of two candidates' errors, in the order of
                 `candidates`: (2 * members, 2 * members).
         """
-        members = len(products) // 2
+        kept = self._keep_better(products.diagonal())
+        self._share(choose_greedily(products[kept][:, kept]))
+
+    def _choose_quantiles(self, batches: "Iterable[Batch]", data: "Collective") -> None:
+        # No sum over rows gives the loss of every mean, so each rank holds its rows' predictions, in fp32.
+        assert isinstance(self.shares, torch.Tensor)
+        shape, device = (2 * len(self.shares), 0, len(self.quantiles)), self.shares.device
+        # A rank without rows takes part, too.
+        outputs, pairs = [torch.zeros(shape, device=device)], [torch.zeros(2, 0, device=device)]
+        for batch in batches:
+            if batch.num_rows:
+                label = batch.labels[0].reshape(-1).float()
+                weight = torch.ones_like(label) if batch.weight is None else batch.weight
+                outputs.append(self.candidates(*batch.inputs))
+                pairs.append(torch.stack([label, weight.float()]))
+        found, (label, weight) = torch.cat(outputs, 1), torch.cat(pairs, 1)
+        loss = PinballLoss(self.quantiles, device)
+
+        def losses(predicted: Iterable[torch.Tensor]) -> torch.Tensor:
+            """Returns the summed loss over all ranks of each of several predictions of this rank's rows."""
+            sums = [(loss(self.to_label(each), label) * weight).double().sum() for each in predicted]
+            return data.all_reduce(torch.stack(sums))
+
+        found = found[self._keep_better(losses(found))]
+
+        def losses_with(counts: torch.Tensor) -> torch.Tensor:
+            total = torch.einsum("cbo,c->bo", found, counts.to(found.dtype))
+            return losses((total + each) / (float(counts.sum()) + 1) for each in found)
+
+        self._share(add_greedily(losses_with, torch.zeros_like(self.shares, dtype=torch.float64)))
+
+    def _keep_better(self, errors: torch.Tensor) -> torch.Tensor:
+        """Keeps the better weights of each member; returns the candidate that each member now is.
+
+        Args:
+            errors: An error of each candidate, in the order of `candidates`: (2 * members,).
+        """
+        members = len(errors) // 2
         is_first = not bool(self.head.is_chosen)
-        better = products.diagonal()[members:] < products.diagonal()[:members]
+        better = errors[members:] < errors[:members]
         if is_first:
             better = torch.ones_like(better)
         for module in self.modules():
             if isinstance(module, Packed):
                 module.keep(better)
-        kept = torch.arange(members, device=better.device) + members * better
-        shares = choose_greedily(products[kept][:, kept])
+        return torch.arange(members, device=better.device) + members * better
+
+    def _share(self, shares: torch.Tensor) -> None:
         # Half an equal share each, because the choice also follows the noise of the held-out rows.
-        self.shares.copy_((shares + 1 / members) / 2)  # type: ignore[operator]
+        self.shares.copy_((shares + 1 / len(shares)) / 2)  # type: ignore[operator]
 
     def _outputs(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Returns the members' outputs, (members, batch, out_features), before scaling and averaging."""
@@ -270,28 +319,43 @@ class TabPack(TableNetwork):
             features, ranks = self.bins(numbers)
             parts += [self.numbers(features), ranks.expand(members, -1, -1)]
         parts += [table(ids[:, column]) for column, table in enumerate(self.embeddings)]
-        out: torch.Tensor = self.head(self.hidden(torch.cat(parts, 2)))
-        return self.add_effects(out, ids)
+        out = self.head(self.hidden(torch.cat(parts, 2)))
+        return self.to_distances(self.add_effects(out, ids))
 
     def _predictions(self, outputs: torch.Tensor) -> torch.Tensor:
         return outputs.softmax(2) if self.averages == "probabilities" else outputs
 
 
-def choose_greedily(products: torch.Tensor, rounds: int = 50) -> torch.Tensor:
+def choose_greedily(products: torch.Tensor) -> torch.Tensor:
     """Returns each member's share in a mean prediction with a small squared error.
+
+    Args:
+        products: Sums over rows of the products of two members' errors, (members, members).
+    """
+
+    def errors_with(counts: torch.Tensor) -> torch.Tensor:
+        errors = counts @ products @ counts + 2 * products @ counts + products.diagonal()
+        return errors / (counts.sum() + 1) ** 2
+
+    return add_greedily(errors_with, torch.zeros_like(products[0]))
+
+
+def add_greedily(
+    errors_with: Callable[[torch.Tensor], torch.Tensor], counts: torch.Tensor, rounds: int = 50
+) -> torch.Tensor:
+    """Returns each member's share in a mean prediction with a small error.
 
     Adds one member to the mean per round, possibly one that was added before, until the error stops falling
     (Caruana et al. 2004).
 
     Args:
-        products: Sums over rows of the products of two members' errors, (members, members).
+        errors_with: Maps how often each member is in the mean, (members,), to the error of the mean with each
+            member added once more, (members,).
+        counts: Zeros, (members,).
     """
-    counts = torch.zeros(len(products), dtype=products.dtype, device=products.device)
     best = math.inf
-    for taken in range(1, rounds + 1):
-        # Of the sum with each member added: its squared error.
-        errors = counts @ products @ counts + 2 * products @ counts + products.diagonal()
-        error, member = (errors / taken**2).min(0)
+    for _ in range(rounds):
+        error, member = errors_with(counts).min(0)
         if float(error) >= best * (1 - 1e-6):
             break
         best = float(error)

@@ -10,6 +10,7 @@ from ringspark.estimators.training.settings.data import (
     Label,
     Labels,
     Prediction,
+    Regression,
 )
 from ringspark.estimators.training.settings.memory import Budget, Memory
 from ringspark.estimators.training.settings.network import Metrics, Model, Network, Objects
@@ -20,8 +21,8 @@ from ringspark.estimators.training.settings.training import Steps, Training
 from ringspark.estimators.training.settings.workers import Workers
 
 SECTIONS: tuple[type[Section], ...] = (
-    *(Inputs, Label, Labels, Columns, Data, Prediction, Classification, Model, Metrics, Objects, Network),
-    *(Training, Steps, Workers, Memory, Budget),
+    *(Inputs, Label, Labels, Columns, Data, Prediction, Classification, Regression, Model, Metrics),
+    *(Objects, Network, Training, Steps, Workers, Memory, Budget),
     *(Recovery, RunFolder, Observation, Progress),
 )
 SETTINGS: dict[str, Setting] = settings_of(*SECTIONS)
