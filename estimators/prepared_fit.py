@@ -69,6 +69,11 @@ class PreparedFit:
         if self.plan is not None:
             storage.write_atomic(storage.join(uri, run_layout.TABLE), self.plan.to_json().encode())
 
+    def complete_model(self, model: Any) -> None:
+        """Lets the techniques add what only the trained model can tell about the rows."""
+        for technique in techniques_in(self.estimator):
+            technique.complete_model(model, self)
+
     def complete(self, changed: Any, names: Collection[str]) -> Any:
         """Returns `changed` with the network and the recipe for the table.
 

@@ -5,8 +5,8 @@ At each point of a fit, the core calls the hooks of the techniques that the sett
 `extras/<folder>/technique.py`.
 
 `techniques_in(estimator)` finds techniques by `Registered.param`. It serves the hooks that get the estimator,
-and `prepare`, `wrap_network`, `complete_config`, `check_columns` and `settle`. `techniques_of(config)` finds
-techniques by `Registered.field`, and serves all other hooks.
+and `prepare`, `wrap_network`, `complete_config`, `check_columns`, `settle` and `complete_model`.
+`techniques_of(config)` finds techniques by `Registered.field`, and serves all other hooks.
 """
 
 from __future__ import annotations
@@ -148,6 +148,9 @@ class Technique:
 
     # ---- On the driver, after the training.
 
+    def complete_model(self, model: Any, fit: Any) -> None:
+        """Adds results to the trained model; `fit` is the `PreparedFit`."""
+
     def finish(self, run_uri: str) -> None:
         """Completes the files of a finished run."""
 
@@ -206,6 +209,8 @@ TECHNIQUES: dict[str, Registered] = {
     ),
     "model_parallel": _extra("model_parallel.technique:ModelParallelism", field="cuts_network"),
     "distillation": _extra("distillation.technique:Distillation", field="soft_label_column", param="teacher"),
+    "quantiles": _extra("quantiles.technique:Quantiles", param="quantiles"),
+    "intervals": _extra("quantiles.technique:Intervals", param="intervals"),
     "network_losses": _extra("network_losses.technique:NetworkLosses", field="differentiates_twice"),
     "privacy": _extra("privacy.technique:DifferentialPrivacy", field="privacy", param="privacy"),
     "activations": _extra("activations.technique:SavedActivations", field="changes_saved_tensors"),
@@ -256,6 +261,9 @@ FUNCTIONS: LazyRegistry[Any] = LazyRegistry(
         "keep_source": f"{_IN_PLACE}.fits:keep_source",
         "noise_meter": "ringspark.extras.tuning.noise_scale:NoiseMeter",
         "offload_to_disk": "ringspark.extras.disk_offload:offload_to_disk",
+        "add_intervals": "ringspark.extras.quantiles.outputs:add_intervals",
+        "interval_fields": "ringspark.extras.quantiles.outputs:interval_fields",
+        "quantile_outputs": "ringspark.extras.quantiles.outputs:quantile_outputs",
         "plan_least": "ringspark.extras.planning.memory.plan:plan_least",
         "make_samples": "ringspark.extras.export.samples:make_samples",
         "record_module": "ringspark.extras.export.samples:record_module",

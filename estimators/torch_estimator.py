@@ -37,6 +37,7 @@ from ringspark.estimators.stages.params import (
     MultiLabelParams,
     OffsetParams,
     RegressorKeywords,
+    RegressorParams,
 )
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
 from ringspark.estimators.stages.storage_root import active_session, storage_root
@@ -166,7 +167,7 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
                 # The shards stay until the run has ended.
                 manifest = stack.enter_context(shards.shards(fit.data))
                 stack.enter_context(run.guarded())
-            model = prepared.estimator._train_on(spark, run, fit, manifest)
+            model = prepared.estimator._train_on(spark, run, fit, manifest, prepared)
             return cast(M, model._describe_columns(prepared.uses))
 
     def _run_uri(self, spark: SparkSession) -> str | None:
@@ -181,7 +182,15 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
     def _run_folder(self, root: str) -> RunFolder:
         return RunFolder.new(root) if self.getRunUri() is None else RunFolder.given(root, self.getResume())
 
-    def _train_on(self, spark: SparkSession, run: RunFolder, fit: CheckedFit, manifest: ShardManifest) -> M:
+    def _train_on(
+        self,
+        spark: SparkSession,
+        run: RunFolder,
+        fit: CheckedFit,
+        manifest: ShardManifest,
+        prepared: PreparedFit | None = None,
+    ) -> M:
+        """Trains on shards. Only for `prepared`, the fit that wrote them, techniques complete the model."""
         training = fit.with_rows(self, spark, run, manifest)
         config = training.config
         changes = run.begin(config, identity_of(config, fit.objects, manifest))
@@ -224,6 +233,9 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
             else:
                 last = run.last_config() or config
             model = self._trained_model(spark, run, fit, training, finished)
+            if prepared is not None:
+                # Before trackers log the model.
+                prepared.complete_model(model)
             # Also cleans a finished run whose earlier driver died before this line.
             run.clean(keeps_checkpoints=last.keeps_state, keeps_all=last.certify)
             watcher.end(RunEnd(status="finished", model=model))
@@ -338,7 +350,9 @@ class TorchClassifier(
             check_thresholds(thresholds, max(2, shape[-1] if shape else 1))
 
 
-class TorchRegressor(RegressorKeywords, _TorchEstimator[TorchRegressionModel], LabelParams, OffsetParams):
+class TorchRegressor(
+    RegressorKeywords, _TorchEstimator[TorchRegressionModel], LabelParams, OffsetParams, RegressorParams
+):
     """Trains a network to predict numbers: (batch,) or (batch, 1), or (batch, k) for array labels."""
 
     _task: Task = "regression"

@@ -29,11 +29,19 @@ def complete_table(estimator: Any, plan: TablePlan, model: ModelSpec) -> dict[st
         arguments |= dict.fromkeys(("number_width", "category_width"), max(1, width))
     if model.target == "tabpack" and plan.rows > LARGE and not {"rates", "dropouts"} & model.kwargs.keys():
         arguments |= {"rates": [1.0] * len(_LARGE_DROPOUTS), "dropouts": _LARGE_DROPOUTS}
+    quantiles = estimator.getQuantiles() if estimator.hasParam("quantiles") else None
+    if quantiles:
+        arguments["quantiles"] = quantiles
     spec = ModelSpec(model.target, (arguments if is_for_tables(model) else {}) | model.kwargs)
     if estimator._task == "regression" and is_log(estimator) != (spec.kwargs.get("link") == "log"):
         raise ValueError(
             f"loss {estimator.getLoss()!r} needs another network than this run, search or initialModel has; "
             "set the loss that they had, or start a new one"
+        )
+    if (trained := spec.kwargs.get("quantiles")) != quantiles:
+        raise ValueError(
+            f"the network predicts the quantiles {trained}, and quantiles is {quantiles}; set quantiles to "
+            "those of the network, or fit a new network without initialModel"
         )
     return {"model": spec, **_recipe(estimator, plan, model.target)}
 
@@ -97,6 +105,9 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
         return {**unset(estimator, recipe), "loss": f"{loss}_per_member"}
     elif is_regression:
         recipe["metrics"] = ["rmse", "r2"]
+        if quantiles := estimator.getQuantiles():
+            recipe["loss"] = "pinball_per_member"
+            recipe["metrics"] = ["pinball_loss", *(["coverage"] if quantiles[1:] else [])]
     else:
         # The temperature also if the user has other metrics.
         own = estimator.getMetrics() if estimator.isSet(estimator.metrics) else ["accuracy", "log_loss"]

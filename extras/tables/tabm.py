@@ -8,7 +8,8 @@ inputs and outputs of shared matrices (Wen, Tran and Ba 2020, "BatchEnsemble").
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from statistics import NormalDist
 
 import torch
 from torch import nn
@@ -94,6 +95,7 @@ class TableNetwork(nn.Module):
             of the label's mean, and the size of the loss, by which gradients are divided.
         averages: "values" or "probabilities": the outputs of the members to average.
         link: "log" if the prediction is a positive mean, exp(center + output), else "identity".
+        quantiles: Ascending probabilities; the outputs are the label's quantiles for them. Empty: the mean.
     """
 
     effects: nn.ModuleList
@@ -107,6 +109,7 @@ class TableNetwork(nn.Module):
         scale: float,
         averages: str,
         link: str,
+        quantiles: Sequence[float],
     ) -> None:
         super().__init__()
         check_dropout("unknown", unknown)
@@ -117,7 +120,7 @@ class TableNetwork(nn.Module):
         if link not in ("identity", "log"):
             raise ValueError(f"link must be 'identity' or 'log', got {link!r}")
         self.center, self.scale, self.averages, self.unknown = center, scale, averages, unknown
-        self.is_log = link == "log"
+        self.is_log, self.quantiles = link == "log", tuple(quantiles)
         # Names with many values also shift the output on their own, like a random effect of statistics.
         self.effect_columns = [column for column, n in enumerate(cardinalities) if n > RARE_FROM]
         if averages == "probabilities":
@@ -141,18 +144,44 @@ class TableNetwork(nn.Module):
             return outputs
         if self.averages == "probabilities":  # of the last class
             return outputs + functional.pad(offset.float()[:, None], (outputs.shape[-1] - 1, 0))
-        return outputs + offset.float()[:, None] / (1 if self.is_log else self.scale)
+        shift = offset.float()[:, None] / (1 if self.is_log else self.scale)
+        # The other outputs of quantiles are distances.
+        return outputs + (functional.pad(shift, (0, outputs.shape[-1] - 1)) if self.quantiles else shift)
+
+    @property
+    def initial_outputs(self) -> torch.Tensor:
+        """Outputs that predict the quantiles of a standardized normal label, (quantiles,)."""
+        first, *others = map(NormalDist().inv_cdf, self.quantiles)
+        # The inverse of softplus.
+        return torch.tensor([first, *(math.log(math.expm1(b - a)) for a, b in pairwise([first, *others]))])
+
+    def to_distances(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Returns the lowest quantile and the distances between neighbors, which are never negative.
+
+        A mean of members keeps this sign, so the quantiles of the mean do not cross either. Without
+        quantiles, returns the outputs.
+        """
+        if not self.quantiles:
+            return outputs
+        return torch.cat([outputs[..., :1], functional.softplus(outputs[..., 1:])], -1)
 
     def to_label(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Returns predictions of the label in fp32 or wider. 16 bits would lose a small scale."""
+        """Returns predictions of the label in fp32 or wider. 16 bits would lose a small scale.
+
+        With quantiles, `outputs` are distances (`to_distances`), which are summed first.
+        """
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        unit = self.scale if self.is_log else self.scale**2
+        # The squared error has the square of the label's unit, and the other losses have the unit.
+        unit = self.scale if self.is_log or self.quantiles else self.scale**2
         if self.training and unit != 1 and outputs.requires_grad:
             # As for a standardized label. Adam's epsilon would swallow a tiny gradient.
             outputs.register_hook(lambda gradient: gradient / unit)  # type: ignore[no-untyped-call]
         if self.is_log:
             # Beyond, fp32 has no such mean.
             return (self.center + outputs).clamp(-85.0, 85.0).exp()
+        if self.quantiles:
+            # Not `cumsum`, which adds in another order on a GPU, so that rounding may cross quantiles.
+            outputs = torch.stack(list(accumulate(outputs.unbind(-1), torch.add)), -1)
         return self.center + self.scale * outputs
 
     def to_logits(self, probabilities: torch.Tensor) -> torch.Tensor:
@@ -198,6 +227,7 @@ class TabM(TableNetwork):
         scale: Standard deviation of a regression's label. Outputs are `center + scale * value`.
         averages: "values" averages outputs; "probabilities" averages class probabilities and returns logits.
         link: "log" for a positive mean; see `TableNetwork`.
+        quantiles: Ascending probabilities of the label's quantiles, one output each; empty: `out_features`.
 
     Raises:
         ValueError: If an argument is out of range, or there is no input at all.
@@ -219,8 +249,10 @@ class TabM(TableNetwork):
         scale: float = 1.0,
         averages: str = "values",
         link: str = "identity",
+        quantiles: Sequence[float] = (),
     ) -> None:
-        super().__init__(edges, cardinalities, unknown, center, scale, averages, link)
+        super().__init__(edges, cardinalities, unknown, center, scale, averages, link, quantiles)
+        out_features = len(quantiles) or out_features
         check_sizes(out_features=out_features, members=members, width=width, depth=depth)
         check_sizes(number_width=number_width, category_width=category_width)
         check_dropout("dropout", dropout)
@@ -238,7 +270,8 @@ class TabM(TableNetwork):
         )
         bound = 1 / math.sqrt(width)
         self.heads = nn.Parameter((torch.rand(members, out_features, width) * 2 - 1) * bound)
-        self.biases = nn.Parameter(torch.zeros(members, out_features))
+        biases = torch.zeros(members, out_features)
+        self.biases = nn.Parameter(biases + self.initial_outputs if quantiles else biases)
 
     def forward(
         self, numbers: torch.Tensor, ids: torch.Tensor, offset: torch.Tensor | None = None
@@ -270,7 +303,10 @@ class TabM(TableNetwork):
         return torch.cat(vectors, 1)[:, None], self.add_effects(effect, ids, offset)[:, None]
 
     def _predict(self, x: torch.Tensor, effect: torch.Tensor) -> torch.Tensor:
-        outputs = torch.einsum("bkw,kow->bko", x, self.heads) + self.biases + effect
+        outputs = self.to_distances(torch.einsum("bkw,kow->bko", x, self.heads) + self.biases + effect)
+        if self.quantiles and not self.training:
+            # Before the sum, which rounds alike in all columns.
+            outputs = outputs.mean(1, keepdim=True)
         if self.training or self.averages == "values":
             outputs = self.to_label(outputs)
             return outputs if self.training else outputs.mean(1)

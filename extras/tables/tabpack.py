@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ringspark.estimators.training.objective.losses import RowLoss, resolve_loss
+from ringspark.estimators.training.objective.losses import PinballLoss, RowLoss, resolve_loss
 from ringspark.extras.tables.tabm import IGNORED, RARE_FROM, RARE_STD, STD, NumberBins, TableNetwork
 from ringspark.models.checks import check_dropout, check_sizes
 
@@ -134,7 +134,7 @@ class TabPack(TableNetwork):
         dropouts: For each member, the probability of zeroing a hidden unit in training.
         rates: For each member, a factor of the learning rate, above 0.
         edges, cardinalities, out_features, width, depth, number_width, category_width, unknown, center,
-            scale, averages, link: See `TabM`.
+            scale, averages, link, quantiles: See `TabM`.
 
     Raises:
         ValueError: If an argument is out of range, or there is no input at all.
@@ -156,8 +156,10 @@ class TabPack(TableNetwork):
         scale: float = 1.0,
         averages: str = "values",
         link: str = "identity",
+        quantiles: Sequence[float] = (),
     ) -> None:
-        super().__init__(edges, cardinalities, unknown, center, scale, averages, link)
+        super().__init__(edges, cardinalities, unknown, center, scale, averages, link, quantiles)
+        out_features = len(quantiles) or out_features
         check_sizes(out_features=out_features, width=width, depth=depth, members=len(rates))
         check_sizes(number_width=number_width, category_width=category_width)
         for dropout in dropouts:
@@ -183,6 +185,9 @@ class TabPack(TableNetwork):
             *(PackedBlock(shares, torch.tensor(dropouts), *pair) for pair in pairwise(widths))
         )
         self.head = PackedLinear(shares, width, out_features)
+        if quantiles:
+            with torch.no_grad():
+                self.head.bias += self.initial_outputs / shares[:, None, None]  # type: ignore[operator]
         self.register_buffer("shares", torch.full((len(rates),), 1 / len(rates)))
 
     def forward(
@@ -208,8 +213,8 @@ class TabPack(TableNetwork):
         """Returns each member's predictions, first with its best weights, then with its present weights.
 
         Returns:
-            (2 * members, batch, out_features): probabilities, positive means, or standardized values of a
-            regression.
+            (2 * members, batch, out_features): probabilities, positive means, standardized values of a
+            regression, or distances of quantiles (`to_distances`).
         """
         inputs = (numbers, ids, offset)
         if not self.head.is_chosen:
@@ -231,12 +236,14 @@ class TabPack(TableNetwork):
     ) -> None:
         """Chooses members by squared errors of values, or of class probabilities (Brier). Runs on every rank.
 
-        Positive means are judged by their deviance, the loss. `batches` has this rank's held-out rows;
-        `data` are the ranks with the other held-out rows.
+        Positive means are judged by their deviance, and quantiles by their pinball loss. `batches` has this
+        rank's held-out rows; `data` are the ranks with the other held-out rows.
         """
         assert isinstance(self.shares, torch.Tensor)
-        if self.is_log:
-            self._choose_by(resolve_loss(loss), batches, data)
+        if self.quantiles or self.is_log:
+            device = self.shares.device
+            judge = PinballLoss(self.quantiles, device) if self.quantiles else resolve_loss(loss)
+            self._choose_by(judge, batches, data)
             return
         members = len(self.shares)
         # A rank without rows takes part, too.
@@ -272,7 +279,7 @@ class TabPack(TableNetwork):
         assert isinstance(self.shares, torch.Tensor)
         empty = self.shares.new_zeros(0)
         # A rank without rows takes part, too.
-        parts = [(self.shares.new_zeros(2 * len(self.shares), 0, 1), empty, empty)]
+        parts = [(self.shares.new_zeros(2 * len(self.shares), 0, len(self.quantiles) or 1), empty, empty)]
         for batch in batches:
             if batch.num_rows:
                 given = batch.labels[0].flatten()
@@ -281,21 +288,26 @@ class TabPack(TableNetwork):
         predictions, labels, weights = zip(*parts, strict=True)
         found, label, weight = torch.cat(predictions, 1), torch.cat(labels), torch.cat(weights)
 
-        def sum_losses(each: torch.Tensor) -> torch.Tensor:
-            rows = torch.stack([loss(predicted, label) for predicted in each]).double()  # (candidates, rows)
-            return data.all_reduce((rows * weight).sum(1))
+        def sum_losses(predicted: Iterable[torch.Tensor]) -> torch.Tensor:
+            """Returns the summed loss over all ranks of each of several predictions of this rank's rows."""
+            values = (self.to_label(each) if self.quantiles else each for each in predicted)
+            return data.all_reduce(torch.stack([(loss(v, label).double() * weight).sum() for v in values]))
 
         kept = self._keep_better(sum_losses(found))
         found = found[kept]
 
         def score(counts: torch.Tensor) -> torch.Tensor:
             together = torch.einsum("kbo,k->bo", found, counts.to(found.dtype))
-            return sum_losses((together + found) / (counts.sum() + 1).to(found.dtype))
+            return sum_losses((together + each) / (float(counts.sum()) + 1) for each in found)
 
         self._set_shares(choose_greedily(score, kept))
 
     def _keep_better(self, errors: torch.Tensor) -> torch.Tensor:
-        """Keeps the better weights of each member; returns the members' places in `candidates`."""
+        """Keeps the better weights of each member; returns the members' places in `candidates`.
+
+        Args:
+            errors: An error of each candidate, in the order of `candidates`: (2 * members,).
+        """
         members = len(errors) // 2
         better = errors[members:] < errors[:members]
         if not bool(self.head.is_chosen):
@@ -320,8 +332,8 @@ class TabPack(TableNetwork):
             features, ranks = self.bins(numbers)
             parts += [self.numbers(features), ranks.expand(members, -1, -1)]
         parts += [table(ids[:, column]) for column, table in enumerate(self.embeddings)]
-        out: torch.Tensor = self.head(self.hidden(torch.cat(parts, 2)))
-        return self.add_effects(out, ids, offset)
+        out = self.head(self.hidden(torch.cat(parts, 2)))
+        return self.to_distances(self.add_effects(out, ids, offset))
 
     def _predictions(self, outputs: torch.Tensor) -> torch.Tensor:
         if self.averages == "probabilities":

@@ -177,6 +177,8 @@ def check_regression(training: Trial) -> None:
     label, shape = training.heads[0].label, training.shapes[0]
     row_shape = training.manifest.array(label).shape
     label_shape = (PROBE_ROWS, *row_shape)
+    if training.config.quantiles and not row_shape:
+        label_shape = (PROBE_ROWS, len(training.config.quantiles))
     squeezed = shape[:-1] if len(shape) == len(label_shape) + 1 and shape[-1] == 1 else shape
     if squeezed != label_shape:
         wanted = f"(batch, {', '.join(map(str, row_shape))})" if row_shape else "(batch,) or (batch, 1)"

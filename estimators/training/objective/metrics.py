@@ -40,14 +40,24 @@ class MetricInfo:
 
     Attributes:
         make: Number of classes -> a metric with torchmetrics' protocol.
+        higher_is_better: None if neither is better.
         takes: Arguments of its `update`.
         finish: Computes the value of a merged metric.
     """
 
     make: Callable[[int], Any]
     task: Task = "classification"
-    higher_is_better: bool = True
-    takes: Literal["values", "relative_errors", "counts", "probabilities", "log_losses", "logits"] = "counts"
+    higher_is_better: bool | None = True
+    takes: Literal[
+        "values",
+        "relative_errors",
+        "counts",
+        "probabilities",
+        "log_losses",
+        "logits",
+        "pinball_losses",
+        "covered",
+    ] = "counts"
     finish: Callable[[Any], torch.Tensor] = lambda metric: metric.compute()
 
 
@@ -84,10 +94,10 @@ def _error(class_name: str, **options: Any) -> MetricInfo:
     )
 
 
-def _mean(task: Task, takes: Literal["relative_errors", "log_losses"]) -> MetricInfo:
+def _mean(task: Task, takes: Any, higher_is_better: bool | None = False) -> MetricInfo:
     return MetricInfo(
         task=task,
-        higher_is_better=False,
+        higher_is_better=higher_is_better,
         make=lambda num_classes: _torchmetric("MeanMetric", nan_strategy="disable"),
         takes=takes,
     )
@@ -134,7 +144,12 @@ METRICS |= {
     "mape": _mean("regression", "relative_errors"),
     "r2": MetricInfo(task="regression", make=lambda num_classes: R2(), takes="values"),
     **{f"{family}_deviance": _deviance(power) for family, power in POWERS.items()},
+    "pinball_loss": _mean("regression", "pinball_losses"),
+    # Of the labels between the lowest and the highest quantile.
+    "coverage": _mean("regression", "covered", higher_is_better=None),
 }
+
+_NEEDED_QUANTILES = {"pinball_loss": 1, "coverage": 2}
 
 
 def metric_info(name: str) -> MetricInfo:
@@ -142,10 +157,10 @@ def metric_info(name: str) -> MetricInfo:
     return METRICS[name]
 
 
-def check_metrics(names: Sequence[str], task: str) -> None:
+def check_metrics(names: Sequence[str], task: str, num_quantiles: int = 0) -> None:
     """Raises ValueError if a name is unknown, given twice or for another task, or torchmetrics is missing.
 
-    `task` is "classification", "regression", or "any", which accepts both.
+    `task` is "classification", "regression", or "any", which accepts both. Some metrics need quantiles.
     """
     for name in names:
         info = metric_info(name)
@@ -154,6 +169,11 @@ def check_metrics(names: Sequence[str], task: str) -> None:
             raise ValueError(f"metrics of a {task} must be among {fitting}, got {name!r} of {info.task}")
         if list(names).count(name) > 1:
             raise ValueError(f"metrics must differ from each other, got {name!r} more than once; drop one")
+        if num_quantiles < (least := _NEEDED_QUANTILES.get(name, 0)):
+            raise ValueError(
+                f"the metric {name!r} needs at least {least} quantiles, and the network predicts "
+                f"{num_quantiles}; set quantiles of TorchRegressor, or drop it from metrics"
+            )
     if names and find_spec("torchmetrics") is None:
         raise ValueError(
             "metrics need torchmetrics, which is not installed; pip install torchmetrics, or leave "

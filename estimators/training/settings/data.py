@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any
 
 from annotated_types import Gt, Lt
@@ -60,6 +61,15 @@ def without_secrets(value: Any) -> Any:
 _LossWeights = Annotated[
     tuple[float, ...],
     Rule(lambda w: any(w) and all(each >= 0 for each in w), "be 0 or above, with one above 0"),
+]
+
+
+_Quantiles = Annotated[
+    tuple[float, ...],
+    Rule(
+        lambda q: bool(q) and all(a < b for a, b in pairwise((0, *q, 1))),
+        "be ascending numbers between 0 and 1, such as (0.1, 0.5, 0.9)",
+    ),
 ]
 
 
@@ -243,4 +253,48 @@ class Classification(Section):
     )
     thresholds: tuple[float, ...] | None = setting(
         None, "one number per class; the class with the largest probability / threshold is predicted"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regression(Section):
+    """The outputs of regressors."""
+
+    GROUP = "prediction"
+    ON_DRIVER = True
+
+    quantiles: _Quantiles | None = setting(
+        None,
+        "probabilities, such as (0.1, 0.5, 0.9): a network for a table learns these quantiles of the label; "
+        "unset: the mean",
+        field="quantiles",
+    )
+    quantiles_col: str = setting("quantiles", "column of the predicted quantiles, a vector; empty: none")
+    intervals: Annotated[float, Gt(0), Lt(1)] | None = setting(
+        None,
+        "share of the labels that prediction intervals cover, such as 0.9, by split-conformal prediction on "
+        "the held-out rows; unset: no intervals",
+    )
+    interval_col: str = setting(
+        "interval", "column of the prediction intervals, a struct of lower and upper; empty: none"
+    )
+    interval_group_col: str | None = setting(
+        None,
+        "column of groups: each one with enough held-out rows has its own correction of the intervals",
+        empty_is_unset=True,
+        without_effect=(lambda given: given["intervals"] is None, "intervals is not set"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corrections(Section):
+    """What a fit has learned about its prediction intervals."""
+
+    GROUP = "prediction"
+    ON_DRIVER = True
+
+    interval_corrections: dict[str, Any] | None = setting(
+        None,
+        "dict that fit sets: 'all' is added to both sides of an interval, and 'groups' has other "
+        "corrections by group",
     )

@@ -40,6 +40,10 @@ def _cases(name: str) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, nn
         ours = numbers.double(), numbers[:, None].double()
         classes = [(logits.log_softmax(1), label, numbers, loss) for label in (numbers, *ours)]
         return classes if "member" in name else [*classes, (per_token.log_softmax(1), tokens, tokens, loss)]
+    if name == "pinball_per_member":
+        output, label = torch.randn(ROWS, 1, generator=g), torch.rand(ROWS, 1, generator=g)
+        half: Any = lambda *pair: nn.L1Loss()(*pair) / 2  # noqa: E731
+        return [(output, ours, label, half) for ours in (label.double(), label[:, 0].double())]
     if name == "MultiMarginLoss":
         return [(logits, numbers.double(), numbers, nn.MultiMarginLoss())]
     if name == "MultiLabelMarginLoss":

@@ -22,6 +22,10 @@ def regression(place: Place, *columns: Any, **params: Any) -> Any:
     return table_fit(place, *columns, kind=TorchRegressor, **params)
 
 
+def quantile_fit(place: Place, **params: Any) -> Any:
+    return regression(place, "half", "many", labelCol="half", **params)
+
+
 # fmt: off
 TABLE_FITS = [
     R("table: nothing but the label", lambda p: table_fit(p, "label"),
@@ -93,6 +97,34 @@ TABLE_FITS = [
       "offsetCol 'hafl' is not a column", "did you mean 'half'"),
     R("table: option of the network mistyped",
       lambda p: table_fit(p, "label", "half", model=_tabm(widh=8)), "widh", "width"),
+    *(R(f"table: quantiles {given}", lambda p, given=given: quantile_fit(p, quantiles=given),
+        "quantiles must be ascending numbers between 0 and 1", r"\(0.1, 0.5, 0.9\)")
+      for given in ((0.9, 0.1), (0.5, 0.5), (0.0, 0.5), (0.5, 1.5), (float("nan"),), ())),
+    R("table: quantiles of an own network",
+      lambda p: quantile_fit(p, quantiles=(0.1, 0.9), featuresCol="features",
+                             model=ModelSpec("mlp", {"in_features": 3, "hidden": [], "out_features": 1})),
+      "quantiles needs fit on a table with its own network", "leave model unset"),
+    R("table: quantiles by another loss", lambda p: quantile_fit(p, quantiles=(0.1, 0.9), loss="l1"),
+      "quantiles are learned by loss='pinball_per_member', got 'l1'", "leave loss unset"),
+    R("table: quantiles of a teacher", lambda p: quantile_fit(p, quantiles=(0.1, 0.9), teacher="nowhere"),
+      "quantiles do not work with teacher", "leave one of them unset"),
+    R("table: coverage of no quantiles", lambda p: quantile_fit(p, metrics=["coverage"]),
+      "metric 'coverage' needs at least 2 quantiles", "set quantiles of TorchRegressor, or drop it"),
+    R("table: intervals for all labels", lambda p: quantile_fit(p, intervals=1.0),
+      "intervals must be", "below 1.*got 1.0"),
+    R("table: intervals of an own network",
+      lambda p: quantile_fit(p, intervals=0.5, featuresCol="features",
+                             model=ModelSpec("mlp", {"in_features": 3, "hidden": [], "out_features": 1})),
+      "intervals needs fit on a table with its own network", "leave model unset"),
+    R("table: intervals of few rows", lambda p: quantile_fit(p, intervals=0.99),
+      "intervals=0.99 needs at least 99 held-out rows, and there are", "raise validationFraction, or lower"),
+    R("table: group of intervals mistyped",
+      lambda p: quantile_fit(p, intervals=0.5, intervalGroupCol="manny"), "intervalGroupCol 'manny'", "many"),
+    R("table: groups of intervals are fractions",
+      lambda p: quantile_fit(p, intervals=0.5, intervalGroupCol="half"),
+      "intervalGroupCol 'half' must hold strings, whole numbers, booleans or dates", "cast it"),
+    R("table: interval has the name of the prediction",
+      lambda p: quantile_fit(p, intervals=0.5, intervalCol="prediction"), "output columns must differ", ""),
     R("table: negative width", lambda p: table_fit(p, "label", "half", model=_tabm(width=-1)),
       "width", "at least 1"),
 ]
