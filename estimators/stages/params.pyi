@@ -39,6 +39,21 @@ class ClassifierParams(DeclaredParams, HasRawPredictionCol, HasProbabilityCol):
     predictedLabelCol: Param[Any]; getPredictedLabelCol: Getter[str]; setPredictedLabelCol: Setter[str | None]
     thresholds: Param[Any]; getThresholds: Getter[list[float] | None]; setThresholds: Setter[Sequence[float] | None]
 
+class RegressorParams(DeclaredParams):
+    quantiles: Param[Any]; getQuantiles: Getter[list[float] | None]; setQuantiles: Setter[Sequence[float] | None]
+    quantilesCol: Param[Any]; getQuantilesCol: Getter[str]; setQuantilesCol: Setter[str | None]
+    intervals: Param[Any]; getIntervals: Getter[float | None]; setIntervals: Setter[float | None]
+    intervalCol: Param[Any]; getIntervalCol: Getter[str]; setIntervalCol: Setter[str | None]
+    intervalGroupCol: Param[Any]; getIntervalGroupCol: Getter[str | None]; setIntervalGroupCol: Setter[str | None]
+
+class RegressionModelParams(DeclaredParams):
+    quantiles: Param[Any]; getQuantiles: Getter[list[float] | None]
+    quantilesCol: Param[Any]; getQuantilesCol: Getter[str]; setQuantilesCol: Setter[str | None]
+    intervals: Param[Any]; getIntervals: Getter[float | None]
+    intervalCol: Param[Any]; getIntervalCol: Getter[str]; setIntervalCol: Setter[str | None]
+    intervalGroupCol: Param[Any]; getIntervalGroupCol: Getter[str | None]; setIntervalGroupCol: Setter[str | None]
+    intervalCorrections: Param[Any]; getIntervalCorrections: Getter[dict[str, Any] | None]
+
 class TrainingParams(DeclaredParams, HasWeightCol, HasValidationIndicatorCol, HasSeed):
     def getColumns(self) -> dict[str, Kind]: ...
     columns: Param[Any]; setColumns: Setter[Any]
@@ -177,10 +192,12 @@ class RegressorKeywords:
         cache: Literal['auto', 'memory', 'disk', 'none'] | None = ..., predictionCol: str | None = ...,
         predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ..., inferenceBatchSize: int | None = ...,
         inferenceOffload: Literal['none', 'disk'] | None = ...,
-        inferencePrecision: Literal['fp32', 'bf16', 'int8'] | None = ..., inferenceUseGpu: bool | None = ..., model: Any = ...,
-        transformInPrediction: Any = ..., metrics: Any = ..., loss: Any = ..., transformBatch: Any = ...,
-        initialModel: Any = ..., initialState: Literal['weights', 'optimizer'] | None = ..., teacher: Any = ...,
-        freeze: Any = ..., lora: LoRA | str | int | Mapping[str, Any] | None = ...,
+        inferencePrecision: Literal['fp32', 'bf16', 'int8'] | None = ..., inferenceUseGpu: bool | None = ...,
+        quantiles: Sequence[float] | None = ..., quantilesCol: str | None = ..., intervals: float | None = ...,
+        intervalCol: str | None = ..., intervalGroupCol: str | None = ..., model: Any = ..., transformInPrediction: Any = ...,
+        metrics: Any = ..., loss: Any = ..., transformBatch: Any = ..., initialModel: Any = ...,
+        initialState: Literal['weights', 'optimizer'] | None = ..., teacher: Any = ..., freeze: Any = ...,
+        lora: LoRA | str | int | Mapping[str, Any] | None = ...,
         pretrained: Pretrained | str | int | Mapping[str, Any] | None = ..., temperature: float | None = ...,
         alpha: float | None = ..., emaDecay: float | None = ..., optimizer: Any = ..., lrSchedule: Any = ...,
         parameterGroups: Any = ..., learningRate: float | None = ...,
