@@ -66,7 +66,7 @@ class ServedModel:
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Returns the columns that `transform` would add. A column of integers may be stored as floats."""
         frame = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
-        names, results = self.stage._outputs()
+        names, results = self.stage._all_outputs()
         predictor = self.stage._predictor(results=results)
         inputs, columns = self.stage._inputs, self.stage.inputColumns()
         predicted = predict_frame(predictor, inputs, columns, names, frame, session_zone())

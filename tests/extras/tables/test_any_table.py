@@ -30,6 +30,7 @@ CASES = int(os.environ.get("RINGSPARK_TEST_TABLES", "5"))
 SEED = int(os.environ.get("RINGSPARK_TEST_TABLES_SEED", "58"))
 # A fit takes as long as many plans.
 FITS = max(4, CASES // 20)
+SUM = "aggregate(vector_to_array(why), 0D, (a, b) -> a + b)"
 
 SMALL = {"rates": [1.0], "dropouts": [0.0], "width": 4, "depth": 1, "number_width": 1, "category_width": 1}
 # Marks of an error that is not ours: its classes, conditions and stack traces.
@@ -137,6 +138,10 @@ def test_a_row_has_the_same_prediction_wherever_it_is(spark: Any, tmp_path: Any)
                 return
             counts["trained"] += 1
             expected = predictions(model, rows)
+            sums = predictions(model.copy().setContributionsCol("why"), rows, SUM)
+            if not table.is_class:
+                np.testing.assert_allclose(sums, expected, rtol=1e-9, atol=1e-9 * np.abs(expected).max())
+            assert np.isfinite(model.compare_inputs(rows).psi).all()
             moved = rows.select(*map(quote, reversed(rows.columns))).repartition(7)
             found = predictions(model.copy({model.inferenceBatchSize: 5}), moved)
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
@@ -145,9 +150,9 @@ def test_a_row_has_the_same_prediction_wherever_it_is(spark: Any, tmp_path: Any)
     assert counts["trained"] > FITS / 4
 
 
-def predictions(model: Any, rows: Any) -> Any:
-    """Returns the prediction of each row in the order of the rows, (ROWS,) float64."""
-    scored = model.transform(rows).select(F.col(quote(ID)).alias("id"), F.col("`the prediction`").alias("p"))
+def predictions(model: Any, rows: Any, column: str = "`the prediction`") -> Any:
+    """Returns the prediction, or SQL of it, of each row in the order of the rows, (ROWS,) float64."""
+    scored = model.transform(rows).select(F.col(quote(ID)).alias("id"), F.expr(column).alias("p"))
     table: pa.Table = scored.toArrow().sort_by("id")
     assert table["id"].to_pylist() == list(range(ROWS))
     found = table["p"].to_numpy()
