@@ -44,7 +44,8 @@ class ContributionResults(Results):
 
     Attributes:
         own: The results of the network's own outputs, which are explained.
-        parts: Suffix of each input of the network, see `ModelInput`.
+        parts: Suffix of each input of the network, see `ModelInput`; "" is no part of the table. Such an
+            input, e.g. an offset, keeps the row's value in the baseline.
     """
 
     base: Results
@@ -94,7 +95,7 @@ class ContributionResults(Results):
 
         rows = dict(zip(self.kind.suffixes, baseline_of(self.kind), strict=True))
         start = [
-            torch.from_numpy(rows[part]).to(values.device).expand(values.shape)
+            torch.from_numpy(rows[part]).to(values.device).expand(values.shape) if part else values
             for part, values in zip(self.parts, inputs, strict=True)
         ]
         entries = [[_entries(self.kind, name, part) for part in self.parts] for name in self.kind.sources]
@@ -105,7 +106,8 @@ class ContributionResults(Results):
             mixed, before = [values.clone() for values in start], before_all
             for column in order[:-1]:
                 for values, given, places in zip(mixed, inputs, entries[column], strict=True):
-                    values[:, places] = given[:, places]
+                    if places:
+                        values[:, places] = given[:, places]
                 after = score(mixed)
                 changes[:, column] += after - before
                 before = after
@@ -127,7 +129,8 @@ def contribution_results(base: Results, own: Results, inputs: Sequence[ModelInpu
     kind = counted_table(inputs, "contributionsCol")
     if not isinstance(own, Classes) and own.widths[0] != 1:
         raise no_table_error("contributionsCol")
-    return ContributionResults(base=base, own=own, kind=kind, parts=tuple(item.part for item in inputs))
+    parts = [item.part if item.column and item.column.kind == kind else "" for item in inputs]
+    return ContributionResults(base=base, own=own, kind=kind, parts=tuple(parts))
 
 
 def orders_of(columns: int) -> list[list[int]]:
@@ -164,11 +167,9 @@ def baseline_of(kind: TableRow) -> tuple[Array, Array]:
 
 def _entries(kind: TableRow, name: str, part: str) -> list[int]:
     """Returns the places of a column's values in the input `part`."""
-    is_number = part == kind.suffixes[0]
-    owners = [
-        c.name for c in kind.columns for _ in range(c.num_numbers if is_number else int(bool(c.num_ids)))
-    ]
-    return [place for place, owner in enumerate(owners) if owner == name]
+    numbers = [c.name for c in kind.columns for _ in range(c.num_numbers)]
+    owners = {kind.suffixes[0]: numbers, kind.suffixes[1]: [c.name for c in kind.columns if c.num_ids]}
+    return [place for place, owner in enumerate(owners.get(part, ())) if owner == name]
 
 
 def _to_numbers(outputs: Sequence[torch.Tensor]) -> Array:

@@ -69,15 +69,16 @@ def compare_inputs(frame: DataFrame, inputs: Sequence[ModelInput], row: Column) 
 
 def counted_table(inputs: Sequence[ModelInput], caller: str) -> TableRow:
     """Returns the type of a model's table; raises ValueError if it has none, or its rows were not counted."""
-    kinds = [None if item.column is None else item.column.kind for item in inputs]
-    if not kinds or not isinstance(kinds[0], TableRow) or kinds.count(kinds[0]) < len(kinds):
+    kinds = [item.column.kind for item in inputs if item.column is not None]
+    kind = next((each for each in kinds if isinstance(each, TableRow)), None)
+    if kind is None:
         raise no_table_error(caller)
-    if not all(column.counts for column in kinds[0].columns):
+    if not all(column.counts for column in kind.columns):
         raise ValueError(
             f"{caller} needs the numbers of training rows by value, which a model of an earlier version of "
             "ringspark does not have; fit it again"
         )
-    return kinds[0]
+    return kind
 
 
 def no_table_error(caller: str) -> ValueError:

@@ -46,7 +46,7 @@ def draw_rows(seed: int) -> list[torch.Tensor]:
 
 def explain(network: nn.Module, inputs: list[torch.Tensor], own: Results) -> tuple[Any, Any]:
     """Returns the outputs, and contributions with the baseline's number at the end."""
-    results = ContributionResults(base=own, own=own, kind=KIND, parts=KIND.suffixes)
+    results = ContributionResults(base=own, own=own, kind=KIND, parts=(*KIND.suffixes, "")[: len(inputs)])
     with torch.no_grad(), results.forward(network.eval()) as forward:
         outputs, found = forward(inputs)
     return outputs.double().numpy(), found.numpy()
@@ -74,23 +74,23 @@ def test_contributions_add_up_to_the_prediction(seed: int, outputs: int) -> None
 
 
 class Additive(nn.Module):
-    """A sum of one effect per column, and an effect of the pair's two numbers together."""
+    """A sum of an offset and one effect per column; the pair's two numbers have an effect together."""
 
-    def forward(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, numbers: torch.Tensor, ids: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         x, code, y, _ = numbers.nan_to_num(-3.0).unbind(1)
         numbers.zero_()  # networks may change their inputs
-        return x * y + code.square() + 10.0 * ids[:, 0] - 5.0 * ids[:, 1]
+        return x * y + code.square() + 10.0 * ids[:, 0] - 5.0 * ids[:, 1] + offset
 
 
 def test_an_additive_network_has_exact_effects_and_an_ignored_column_has_none() -> None:
-    numbers, ids = draw_rows(1)
-    _, found = explain(Additive(), [numbers.clone(), ids], Values(shapes=((),)))
+    (numbers, ids), offset = draw_rows(1), torch.arange(float(ROWS))
+    _, found = explain(Additive(), [numbers.clone(), ids, offset], Values(shapes=((),)))
     (x, code, y, _), (level, word) = numbers.nan_to_num(-3.0).double().unbind(1), ids.unbind(1)
     # The most frequent id is the number 3; the typical row has this number, medians of 0, and word "b".
     wanted = [x * y, code.square() - 4.0 + 10.0 * (level - 3), -5.0 * (word - 2), 0 * x]
     np.testing.assert_allclose(found[:, :-1], np.stack(wanted, 1), atol=1e-4)
     assert (found[:, 3] == 0).all()
-    assert (found[:, -1] == 4.0 + 30.0 - 10.0).all()
+    assert (found[:, -1] == 4.0 + 30.0 - 10.0 + offset.numpy()).all()
     assert KIND.sources == ["pair", "code", "word", "other"]
 
 
