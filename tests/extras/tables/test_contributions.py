@@ -15,6 +15,8 @@ from torch import nn
 
 from ringspark.estimators import TorchClassifier, TorchRegressor
 from ringspark.estimators.inference.results import Classes, Results, Values
+from ringspark.extras.serving.served_folder import write_served
+from ringspark.extras.serving.served_model import ServedModel
 from ringspark.extras.tables.contributions import ContributionResults, baseline_of, orders_of
 from ringspark.extras.tables.tabm import TabM
 from ringspark.models import ModelSpec
@@ -158,7 +160,9 @@ def vectors(scored: Any, column: str = "why") -> Any:
 def test_fitted_and_saved_models_explain_their_predictions(table: Any, tmp_path: Path) -> None:
     # Each stage finds the other's column, so the order of the columns matters.
     stages = [
-        TorchRegressor(contributionsCol="why", inputCols=["word", "x", "pair"], **FAST),
+        TorchRegressor(
+            contributionsCol="why", innerCols={"hidden": "hidden"}, inputCols=["word", "x", "pair"], **FAST
+        ),
         TorchClassifier(
             contributionsCol="classWhy", labelCol="kind", predictionCol="class", inputCols=["y", "x"], **FAST
         ),
@@ -169,6 +173,7 @@ def test_fitted_and_saved_models_explain_their_predictions(table: Any, tmp_path:
     assert model.stages[0].contributionColumns() == ["word", "x", "pair"]
     np.testing.assert_allclose(found.sum(1), predicted, rtol=1e-9)
     assert np.ptp(found[:, -1]) < 1e-5
+    assert vectors(scored, "hidden").shape == (300, 2 * 8)
     probability = vectors(scored, "probability").max(1)
     wanted = np.log(probability / (1 - probability))
     np.testing.assert_allclose(vectors(scored, "classWhy").sum(1), wanted, rtol=1e-6)
@@ -176,6 +181,10 @@ def test_fitted_and_saved_models_explain_their_predictions(table: Any, tmp_path:
     model.write().overwrite().save(f"file:{tmp_path}/model")
     again = PipelineModel.load(f"file:{tmp_path}/model").transform(table)
     np.testing.assert_allclose(vectors(again), found, atol=1e-6)
+    served = ServedModel(model.stages[0]).predict(table.toPandas())
+    np.testing.assert_allclose(np.stack(served["why"]), found, atol=1e-6)
+    with pytest.raises(ValueError, match="innerCols and contributionsCol need the whole stage"):
+        write_served(model.stages[0], tmp_path / "served")
     # A row's contributions do not depend on the rows around it.
     few = model.transform(table.where("word = 'w3'").withColumn("x", F.col("x") + 0))
     np.testing.assert_allclose(vectors(few), vectors(scored.where("word = 'w3'")), atol=1e-5)
