@@ -135,7 +135,7 @@ def test_the_baseline_of_a_date_is_the_median_date() -> None:
 
 
 SMALL = {"rates": [1.0, 0.5], "dropouts": [0.0, 0.2], "width": 8, "depth": 1, "number_width": 2}
-FAST: dict[str, Any] = {"model": ModelSpec("tabpack", SMALL), "epochs": 2, "showProgress": False}
+FAST: dict[str, Any] = {"model": ModelSpec("tabpack", SMALL), "epochs": 1, "showProgress": False}
 
 
 @pytest.fixture(scope="module")
