@@ -183,6 +183,7 @@ def test_fitted_and_saved_models_explain_their_predictions(table: Any, tmp_path:
     np.testing.assert_allclose(vectors(again), found, atol=1e-6)
     served = ServedModel(model.stages[0]).predict(table.toPandas())
     np.testing.assert_allclose(np.stack(served["why"]), found, atol=1e-6)
+    np.testing.assert_allclose(np.stack(served["hidden"]), vectors(scored, "hidden"), atol=1e-5)
     with pytest.raises(ValueError, match="innerCols and contributionsCol need the whole stage"):
         write_served(model.stages[0], tmp_path / "served")
     # A row's contributions do not depend on the rows around it.
