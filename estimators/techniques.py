@@ -215,6 +215,7 @@ TECHNIQUES: dict[str, Registered] = {
     "privacy": _extra("privacy.technique:DifferentialPrivacy", field="privacy", param="privacy"),
     "activations": _extra("activations.technique:SavedActivations", field="changes_saved_tensors"),
     "inner_columns": _extra("inner_columns:InnerColumns", param="innerCols", when=bool),
+    "contributions": _extra("tables.contributions:ContributionsColumn", param="contributionsCol"),
     "timeline": _extra("timeline.technique:StepTimeline", field="timeline_every_steps"),
     "certificate": _extra("certificate.technique:CertifiedRun", field="certify", param="certify"),
     "automatic_mesh": _extra(
@@ -251,6 +252,8 @@ FUNCTIONS: LazyRegistry[Any] = LazyRegistry(
         "held_out_report": "ringspark.extras.report.held_out.held_out_report:HeldOutReport",
         "compare_on_rows": "ringspark.extras.precision_difference:compare_on_rows",
         "compare_on_shards": "ringspark.extras.precision_difference:compare_on_shards",
+        "compare_inputs": "ringspark.extras.tables.drift:compare_inputs",
+        "contributions": "ringspark.extras.tables.contributions:contribution_results",
         "complete_table": "ringspark.extras.tables.recipe:complete_table",
         "export_model": "ringspark.extras.export.export:export_model",
         "fit_on_delta": f"{_IN_PLACE}.fits:fit_on_delta",

@@ -217,7 +217,7 @@ class TorchClassificationModel(_EvaluatedModel, ClassifierParams):
         # The names are made from the column of class numbers.
         if not self._labels or not name or not self.getPredictionCol():
             return []
-        check_free(schema, [name, *(given for given in self._outputs()[0] if given)], exact)
+        check_free(schema, [name, *(given for given in self._all_outputs()[0] if given)], exact)
         return [StructField(name, StringType())]
 
     def _classes_or_none(self) -> Classes | None:

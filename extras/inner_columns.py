@@ -17,7 +17,7 @@ from pyspark.sql.types import DataType
 from torch import nn
 
 from ringspark.estimators.inference.precision import ReducedNetwork
-from ringspark.estimators.inference.results import Results
+from ringspark.estimators.inference.results import Forward, Results
 from ringspark.estimators.names import nearest
 from ringspark.estimators.techniques import Technique
 from ringspark.estimators.training.batch_transforms import PreparedNetwork
@@ -64,11 +64,16 @@ class InnerResults(Results):
         return [*self.base.arrays(own), *inner]
 
     @contextmanager
-    def capture(self, module: nn.Module) -> Iterator[Callable[[], list[torch.Tensor]]]:
-        while isinstance(module, PreparedNetwork | ReducedNetwork):
-            module = module.network
-        with keep_outputs(module, [value.module for value in self.inner]) as found:
-            yield lambda: [found[value.module].movedim(value.rows_dim, 0) for value in self.inner]
+    def forward(self, module: nn.Module) -> Iterator[Forward]:
+        owner = module
+        while isinstance(owner, PreparedNetwork | ReducedNetwork):
+            owner = owner.network
+        names = [value.module for value in self.inner]
+        with self.base.forward(module) as run, keep_outputs(owner, names) as found:
+            yield lambda inputs: [
+                *run(inputs),
+                *(found[value.module].movedim(value.rows_dim, 0) for value in self.inner),
+            ]
 
 
 class InnerColumns(Technique):

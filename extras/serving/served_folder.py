@@ -59,6 +59,11 @@ def write_served(stage: Any, folder: Path, runtime: str | None = None) -> list[s
     Without a `runtime`, takes ONNX Runtime if its results equal the network's results, else torch. Raises
     ValueError if no runtime gives equal results.
     """
+    if stage.getInnerCols() or stage.getContributionsCol():
+        raise ValueError(
+            "innerCols and contributionsCol need the whole stage; leave runtime unset, or clear "
+            " both settings"
+        )
     inputs = local_inputs(stage._inputs, stage.inputColumns(), session_zone())
     folder.mkdir(parents=True)
     export = Export.of(stage)

@@ -68,7 +68,7 @@ class ServedModel:
         """Returns the columns that `transform` would add. A column of integers may be stored as floats."""
         frame = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
         check_apart(self.stage)
-        names, results = self.stage._outputs()
+        names, results = self.stage._all_outputs()
         predictor = self.stage._predictor(results=results)
         inputs, columns = self.stage._inputs, self.stage.inputColumns()
         predicted = predict_frame(predictor, inputs, columns, names, frame, session_zone())

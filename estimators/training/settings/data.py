@@ -223,6 +223,12 @@ class Prediction(Section):
         "dict from the name of a submodule to the vector column that transform adds for its output",
         convert=_inner_columns,
     )
+    contributions_col: str | None = setting(
+        None,
+        "vector column with the contribution of each column of a table to the prediction, and at the end the "
+        "prediction of the baseline row; unset or empty: none",
+        empty_is_unset=True,
+    )
     # With this batch size, the activations of a layer with a few hundred units fit into a core's cache.
     inference_batch_size: AtLeast1 = setting(
         2048, "rows per forward pass in transform; unset: at most 2048 rows (bf16: 4096) and 64 MiB"

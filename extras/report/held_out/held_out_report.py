@@ -41,6 +41,8 @@ from ringspark.extras.report.held_out.findings import (
     number_findings,
 )
 from ringspark.extras.report.page import check_packages, report_summary
+from ringspark.extras.tables.contributions import contribution_results
+from ringspark.extras.tables.drift import count_batch, drifts_of
 from ringspark.models.quantiles import central
 from ringspark.pipelines.kinds import Struct
 from ringspark.pipelines.kinds.structs import join_path
@@ -50,6 +52,7 @@ from ringspark.pipelines.local_python import choose_python
 ATTRIBUTIONS = ("permutation", "captum", "none")
 # Rows for attributions, which need a pass over them per feature and repetition.
 ATTRIBUTED_ROWS = 2_000
+EXPLAINED_ROWS = 10
 _ORDER = "__ringspark_order"
 
 
@@ -170,6 +173,7 @@ def _findings(
             has_thresholds=classes.thresholds is not None,
         )
         found = HeldOut(classes=of_classes, notes=notes)
+    found = _compare_columns(found, question, module, values[0], arrays)
     if options.attributions == "none":
         return found
     if question.predictor.layout:
@@ -178,6 +182,25 @@ def _findings(
     explained = [array[:ATTRIBUTED_ROWS] for array in arrays]
     return replace(
         found, attribution=_attribute(question, module, explained, true[:ATTRIBUTED_ROWS], options)
+    )
+
+
+def _compare_columns(
+    found: HeldOut, question: Question, module: nn.Module, rows: pa.Array, arrays: Sequence[Array]
+) -> HeldOut:
+    """Adds drift and contributions if the network's inputs are the columns of a table, `rows`."""
+    own = question.predictor.results
+    try:
+        results = contribution_results(own, own, question.inputs)
+    except ValueError:
+        return found
+    predictor = replace(question.predictor, results=results)
+    outputs = predictor.predict(module, [array[:EXPLAINED_ROWS] for array in arrays])
+    names = [*results.kind.sources, ""]
+    return replace(
+        found,
+        drift=drifts_of(results.kind, count_batch(results.kind, rows)),
+        contributions=dict(zip(names, results.arrays(outputs)[-1].T, strict=True)),
     )
 
 
