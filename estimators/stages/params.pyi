@@ -21,6 +21,7 @@ class ModelSettings(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionC
     predictionCol: Param[Any]; getPredictionCol: Getter[str]; setPredictionCol: Setter[str | None]
     predictionCols: Param[Any]; getPredictionCols: Getter[list[str] | None]; setPredictionCols: Setter[str | Sequence[str] | None]
     innerCols: Param[Any]; getInnerCols: Getter[dict[str, Any] | None]; setInnerCols: Setter[Any]
+    contributionsCol: Param[Any]; getContributionsCol: Getter[str | None]; setContributionsCol: Setter[str | None]
     inferenceBatchSize: Param[Any]; getInferenceBatchSize: Getter[int]; setInferenceBatchSize: Setter[int | None]
     inferenceOffload: Param[Any]; getInferenceOffload: Getter[Literal['none', 'disk']]; setInferenceOffload: Setter[Literal['none', 'disk'] | None]
     inferencePrecision: Param[Any]; getInferencePrecision: Getter[Literal['fp32', 'bf16', 'int8']]; setInferencePrecision: Setter[Literal['fp32', 'bf16', 'int8'] | None]
@@ -148,8 +149,8 @@ class ClassifierKeywords:
         validationFraction: float | None = ..., timeCol: str | None = ..., storageUri: str | None = ...,
         data: Literal['copy', 'inPlace', 'auto'] | None = ..., reader: str | None = ...,
         cache: Literal['auto', 'memory', 'disk', 'none'] | None = ..., predictionCol: str | None = ...,
-        predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ..., inferenceBatchSize: int | None = ...,
-        inferenceOffload: Literal['none', 'disk'] | None = ...,
+        predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ..., contributionsCol: str | None = ...,
+        inferenceBatchSize: int | None = ..., inferenceOffload: Literal['none', 'disk'] | None = ...,
         inferencePrecision: Literal['fp32', 'bf16', 'int8'] | None = ..., inferenceUseGpu: bool | None = ...,
         rawPredictionCol: str | None = ..., probabilityCol: str | None = ..., predictedLabelCol: str | None = ...,
         thresholds: Sequence[float] | None = ..., model: Any = ..., transformInPrediction: Any = ..., metrics: Any = ...,
@@ -190,8 +191,8 @@ class RegressorKeywords:
         validationFraction: float | None = ..., timeCol: str | None = ..., storageUri: str | None = ...,
         data: Literal['copy', 'inPlace', 'auto'] | None = ..., reader: str | None = ...,
         cache: Literal['auto', 'memory', 'disk', 'none'] | None = ..., predictionCol: str | None = ...,
-        predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ..., inferenceBatchSize: int | None = ...,
-        inferenceOffload: Literal['none', 'disk'] | None = ...,
+        predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ..., contributionsCol: str | None = ...,
+        inferenceBatchSize: int | None = ..., inferenceOffload: Literal['none', 'disk'] | None = ...,
         inferencePrecision: Literal['fp32', 'bf16', 'int8'] | None = ..., inferenceUseGpu: bool | None = ...,
         quantiles: Sequence[float] | None = ..., quantilesCol: str | None = ..., intervals: float | None = ...,
         intervalCol: str | None = ..., intervalGroupCol: str | None = ..., model: Any = ..., transformInPrediction: Any = ...,
@@ -233,7 +234,8 @@ class EstimatorKeywords:
         timeCol: str | None = ..., storageUri: str | None = ..., data: Literal['copy', 'inPlace', 'auto'] | None = ...,
         reader: str | None = ..., cache: Literal['auto', 'memory', 'disk', 'none'] | None = ...,
         predictionCol: str | None = ..., predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ...,
-        inferenceBatchSize: int | None = ..., inferenceOffload: Literal['none', 'disk'] | None = ...,
+        contributionsCol: str | None = ..., inferenceBatchSize: int | None = ...,
+        inferenceOffload: Literal['none', 'disk'] | None = ...,
         inferencePrecision: Literal['fp32', 'bf16', 'int8'] | None = ..., inferenceUseGpu: bool | None = ..., model: Any = ...,
         transformInPrediction: Any = ..., metrics: Any = ..., loss: Any = ..., transformBatch: Any = ...,
         initialModel: Any = ..., initialState: Literal['weights', 'optimizer'] | None = ..., teacher: Any = ...,
