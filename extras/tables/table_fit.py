@@ -170,7 +170,9 @@ def _input_names(estimator: Any, schema: StructType, exact: bool, labels: Sequen
     )
     param = next((p for p in ("inputCols", "featuresCol") if estimator.isSet(estimator.getParam(p))), None)
     if param is None:
-        others = {*labels, indicator, weight}
+        teacher = value_of(estimator, "teacher")
+        taught = {field.name for field in fields.all(teacher)} if isinstance(teacher, str) else set()
+        others = {*labels, *taught, indicator, weight}
         return [name for name in schema.names if name not in others and not _OF_TUNERS.fullmatch(name)]
     # Only a named weight is an input, too.
     names = [fields.find(name, param).name for name in estimator.inputColumns()]
