@@ -133,7 +133,8 @@ def prepare_fit(
             copy.clear(param)
         copy._set(validationIndicatorCol=split.indicator)
         fit = PreparedFit(copy, split.dataset)
-    return fit if plans.is_dry_run else add_columns(fit)
+    # If the settings alone decide the fit, `prepare_checked` adds the columns once.
+    return fit if plans.is_dry_run and fit.dataset is dataset else add_columns(fit)
 
 
 def add_columns(fit: PreparedFit) -> PreparedFit:

@@ -185,7 +185,9 @@ def _input_names(estimator: Any, schema: StructType, exact: bool, labels: Sequen
     offset = _offset_name(estimator, fields)
     param = next((p for p in ("inputCols", "featuresCol") if estimator.isSet(estimator.getParam(p))), None)
     if param is None:
-        others = {*labels, indicator, weight, offset}
+        teacher = value_of(estimator, "teacher")
+        taught = {field.name for field in fields.all(teacher)} if isinstance(teacher, str) else set()
+        others = {*labels, *taught, indicator, weight, offset}
         return [name for name in schema.names if name not in others and not _OF_TUNERS.fullmatch(name)]
     # Only a named weight or offset is an input, too.
     named = estimator.inputColumns()
