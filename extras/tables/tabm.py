@@ -144,9 +144,7 @@ class TableNetwork(nn.Module):
             return outputs
         if self.averages == "probabilities":  # of the last class
             return outputs + functional.pad(offset.float()[:, None], (outputs.shape[-1] - 1, 0))
-        shift = offset.float()[:, None] / (1 if self.is_log else self.scale)
-        # The other outputs of quantiles are distances.
-        return outputs + (functional.pad(shift, (0, outputs.shape[-1] - 1)) if self.quantiles else shift)
+        return outputs + offset.float()[:, None] / (1 if self.is_log else self.scale)
 
     @property
     def initial_outputs(self) -> torch.Tensor:
