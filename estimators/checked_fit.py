@@ -199,11 +199,9 @@ def check_evaluated(estimator: Any, dataset: DataFrame) -> None:
         # Only the plan of a table says which other columns the model needs.
         inputs = estimator.inputColumns() if estimator.isSet(estimator.inputCols) else []
         labels = estimator._label_columns() if estimator.hasParam("labelCol") else []
-        offset = value_of(estimator, "offsetCol") if estimator.hasParam("offsetCol") else None
-        inputs = inputs if offset is None else inputs[:-1]
+        estimator._find_offset(FieldIndex(dataset.schema, is_case_sensitive(dataset.sparkSession)))
         for name, param in (
             *((each, "labelCol") for each in labels),
-            *((each, "offsetCol") for each in [offset] if each),
             *((each, "inputCols") for each in inputs),
         ):
             find_field(name, param, dataset.schema, is_case_sensitive(dataset.sparkSession))

@@ -16,6 +16,8 @@ from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.stages.persistence import meaning_of
 from ringspark.estimators.techniques import Technique
 from ringspark.estimators.trained_model import TorchModel
+from ringspark.estimators.training.settings.data import Label, Offset
+from ringspark.estimators.training.settings.setting import settings_of
 from ringspark.models import ModelSpec
 from ringspark.models.program import Program
 from ringspark.pipelines import ShardManifest, storage
@@ -152,7 +154,7 @@ def load_model(cls: type[TorchModel], path: str, setting: str) -> TorchModel:
 
 
 def _take_label(estimator: Any, model: TorchModel) -> None:
-    for name in ("labelCol", "offsetCol"):
+    for name in settings_of(Label, Offset):
         if not model.hasParam(name) or (theirs := value_of(model, name)) == value_of(estimator, name):
             continue
         if estimator.isSet(name):

@@ -28,7 +28,7 @@ from ringspark.estimators.columns.inputs import (
     shared_columns,
     source_columns,
 )
-from ringspark.estimators.columns.schema import find_field
+from ringspark.estimators.columns.schema import FieldIndex
 from ringspark.estimators.inference.local_inputs import make_row, num_features
 from ringspark.estimators.inference.pandas_batches import make_columns
 from ringspark.estimators.inference.precision import PrecisionDifference
@@ -41,7 +41,6 @@ from ringspark.estimators.inference.predict import (
 from ringspark.estimators.inference.predictor import Predictor
 from ringspark.estimators.inference.results import Results, Values
 from ringspark.estimators.names import first_line
-from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.stages.held_weights import HeldWeights
 from ringspark.estimators.stages.model_params import _ModelParams, check_free
 from ringspark.estimators.stages.persistence import WEIGHTS_FOLDER, Description, StageReader, StageWriter
@@ -329,8 +328,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     def _bind(self, schema: StructType, exact: bool) -> list[BoundInput]:
         self._trained()  # refuses a model that was never fitted
-        if self.hasParam("offsetCol") and (offset := value_of(self, "offsetCol")):
-            find_field(offset, "offsetCol", schema, exact)
+        self._find_offset(FieldIndex(schema, exact))  # its error names the setting
         fields = source_columns(self._inputs, self.inputColumns(), schema, exact)
         return [bind(item, field) for item, field in zip(self._inputs, fields, strict=True)]
 

@@ -34,6 +34,11 @@ class _ModelParams(ModelSettings):
         offset = value_of(self, "offsetCol") if self.hasParam("offsetCol") else None
         return [*names, offset] if offset else names
 
+    def _find_offset(self, fields: FieldIndex) -> str | None:
+        """Returns the name of the offset's column; None if there is no offset."""
+        given = value_of(self, "offsetCol") if self.hasParam("offsetCol") else None
+        return fields.find(given, "offsetCol").name if given else None
+
     def predictionColumns(self, num_outputs: int) -> list[str]:
         """Returns one prediction column per output of the network."""
         names = self.getPredictionCols()

@@ -8,7 +8,6 @@ from typing import Any
 from pyspark.sql.types import NumericType
 
 from ringspark.estimators.prepared_fit import NETWORKS
-from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.techniques import Technique
 from ringspark.estimators.training.objective.deviance import find_power
 from ringspark.extras.offset.network import OffsetNetwork
@@ -27,7 +26,7 @@ class Offset(Technique):
             )
 
     def choose_kinds(self, estimator: Any, kinds: dict[str, Any], fields: Any) -> dict[str, Any]:
-        field = fields.find(value_of(estimator, "offsetCol"), "offsetCol")
+        field = fields.find(estimator._find_offset(fields), "offsetCol")
         if not isinstance(field.dataType, NumericType):
             raise ValueError(
                 f"offsetCol {field.name!r} has type {field.dataType.simpleString()}; give a column with one "

@@ -66,7 +66,7 @@ def prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: 
         )
     split = hold_out(estimator, plans.fix_rows(dataset), [*label_names, *names], plans.is_dry_run)
     asked, initial = [task, label.name if label else "", *names], estimator.getInitialModel()
-    offset = _offset_name(estimator, FieldIndex(schema, exact))
+    offset = estimator._find_offset(FieldIndex(schema, exact))
     key = (*asked, split.indicator, estimator.getRunUri(), id(initial), str(estimator.getLoss()), offset)
     if key not in plans.known:
         stored = _stored_plan(search_uri or _begun_run(estimator, dataset), asked)
@@ -182,7 +182,7 @@ def _input_names(estimator: Any, schema: StructType, exact: bool, labels: Sequen
         fields.find(name, setting).name if (name := value_of(estimator, setting)) else None
         for setting in ("validationIndicatorCol", "weightCol")
     )
-    offset = _offset_name(estimator, fields)
+    offset = estimator._find_offset(fields)
     param = next((p for p in ("inputCols", "featuresCol") if estimator.isSet(estimator.getParam(p))), None)
     if param is None:
         teacher = value_of(estimator, "teacher")
@@ -199,11 +199,6 @@ def _input_names(estimator: Any, schema: StructType, exact: bool, labels: Sequen
             f"other columns for {param}"
         )
     return names
-
-
-def _offset_name(estimator: Any, fields: FieldIndex) -> str | None:
-    given = value_of(estimator, "offsetCol") if estimator.hasParam("offsetCol") else None
-    return fields.find(given, "offsetCol").name if given else None
 
 
 def _warn_of_columns(uses: Sequence[ColumnUse]) -> None:

@@ -130,7 +130,7 @@ SETTINGS = [
     R("fit: loss of counts for classes", lambda p: p.train(loss="poisson"),
       "loss 'poisson' compares the label with a positive mean", "set another loss"),
     R("fit: counts below 0", lambda p: p.train(TorchRegressor, labelCol="negative", loss="poisson"),
-      "label 'negative' has the value -30, but loss 'poisson' takes labels of 0 or above", "drop such rows"),
+      "labelCol 'negative' has the value -30, but loss 'poisson' takes", "drop such rows"),
     R("fit: a mean below 0", lambda p: p.train(TorchRegressor, model=below_zero(), loss="poisson"),
       "loss 'poisson' compares the label with a positive mean, but model Sequential", "torch.nn.Softplus"),
     R("offset: no such column", lambda p: unread(p, offsetCol="hafl"),
