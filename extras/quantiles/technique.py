@@ -20,7 +20,7 @@ class Quantiles(Technique):
             raise ValueError(f"quantiles are learned by loss={LOSS!r}, got {loss!r}; leave loss unset")
         if estimator.getTeacher() is not None:
             raise ValueError(
-                "quantiles do not work with teacher, whose outputs are no quantiles; leave one of them unset"
+                "quantiles do not work with teacher, which imitates other outputs; leave one of them unset"
             )
 
     def output_columns(self, estimator: Any) -> list[str]:

@@ -1,5 +1,6 @@
 """Networks for tables that predict quantiles: their order, their loss, their start and their members."""
 
+from dataclasses import replace
 from functools import partial
 from statistics import NormalDist
 from typing import Any
@@ -154,13 +155,29 @@ def test_members_are_chosen_by_the_pinball_loss_on_all_ranks_alike() -> None:
         assert found == pytest.approx(alone)
 
 
+def shifted_pack() -> Any:
+    """Returns a pack whose members predict too much, too little, and far too much."""
+    net: Any = network("tabpack").eval()
+    with torch.no_grad():
+        net.head.bias += torch.tensor([1.0, -1.0, 2.0])[:, None, None] / net.head.rates[:, None, None]
+    return net
+
+
 @torch.no_grad()
 def test_the_greedy_choice_lowers_the_loss_of_the_mean() -> None:
-    net: Any = network("tabpack").eval()
+    net = shifted_pack()
     x, ids, label = torch.randn(200, 1), torch.arange(200)[:, None] % 50, torch.randn(200)
     loss = partial(resolve_loss(PINBALL, quantiles=LEVELS), label=label)
-    net.head.bias += torch.tensor([1.0, -1.0, 2.0])[:, None, None] / net.head.rates[:, None, None]
     equal = float(loss(net(x, ids)).mean())
     single = [float(loss(net.to_label(each)).mean()) for each in net.candidates(x, ids)[:3]]
-    net.choose_on([Batch(inputs=(x, ids), labels=(label,), weight=None)], LocalCollective(), is_classes=False)
+    batch = Batch(inputs=(x, ids), labels=(label,), weight=None)
+    net.choose_on([batch], LocalCollective(), is_classes=False)
     assert float(loss(net(x, ids)).mean()) < min(equal, *single)
+    # Rows of weight 0 do not count.
+    other = shifted_pack()
+    more = [
+        replace(batch, weight=torch.ones(200)),
+        replace(batch, labels=(label + 9,), weight=torch.zeros(200)),
+    ]
+    other.choose_on(more, LocalCollective(), is_classes=False)
+    assert torch.equal(other.shares, net.shares)

@@ -111,7 +111,7 @@ TABLE_FITS = [
     R("table: coverage of no quantiles", lambda p: quantile_fit(p, metrics=["coverage"]),
       "metric 'coverage' needs at least 2 quantiles", "set quantiles of TorchRegressor, or drop it"),
     R("table: intervals for all labels", lambda p: quantile_fit(p, intervals=1.0),
-      "intervals must be", "below 1.*got 1.0"),
+      "intervals must lie between 0 and 1", "got 1.0"),
     R("table: intervals of an own network",
       lambda p: quantile_fit(p, intervals=0.5, featuresCol="features",
                              model=ModelSpec("mlp", {"in_features": 3, "hidden": [], "out_features": 1})),
