@@ -93,14 +93,14 @@ def count_rows(frame: DataFrame, kind: TableRow, row: Column) -> NumpyArray:
     counts = frame.select(row.alias("row")).mapInArrow(
         partial(_count_in_task, kind), "place int, rows double, total double"
     )
-    found = np.zeros((2, sum(map(_num_places, kind.columns))))
+    found = np.zeros((2, sum(column.num_counts for column in kind.columns)))
     for place, *sums in counts.groupBy("place").agg(F.sum("rows"), F.sum("total")).collect():
         found[:, place] = sums
     return found
 
 
 def _count_in_task(kind: TableRow, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    found = np.zeros((2, sum(map(_num_places, kind.columns))))
+    found = np.zeros((2, sum(column.num_counts for column in kind.columns)))
     for batch in batches:
         found += count_batch(kind, batch.column(0))
     (places,) = np.nonzero(found[0])
@@ -131,14 +131,10 @@ def _count(column: TableColumn, given: pa.Array) -> NumpyArray:
         else:
             numbers = column.standardize(numbers, -_FARTHEST, _FARTHEST)
             places = np.searchsorted(column.edges, numbers, side="right")
-    size = _num_places(column)
+    size = column.num_counts
     rows = np.bincount(places, minlength=size)
     rows[-1] = len(given) - len(numbers)
     return np.stack([rows, np.bincount(places, numbers, minlength=size)])
-
-
-def _num_places(column: TableColumn) -> int:
-    return (column.num_ids or len(column.edges) + 1) + 1
 
 
 def with_counts(kind: TableRow, counts: NumpyArray) -> TableRow:
@@ -190,7 +186,7 @@ def _groups(counts: NumpyArray) -> NumpyArray:
     names = counts[1:-1]
     if len(names) <= _MOST_NAMES:
         return np.arange(len(counts))
-    middles = (names.cumsum() - names / 2) / names.sum()
+    middles = (names.cumsum() - names / 2) / max(1, names.sum())
     of_names = np.unique((middles * _MOST_NAMES).astype(int), return_inverse=True)[1] + 1
     return np.array([0, *of_names, of_names.max() + 1])
 
@@ -219,5 +215,5 @@ def _divide(totals: NumpyArray, rows: NumpyArray) -> NumpyArray:
 
 
 def _split(kind: TableRow, counts: NumpyArray) -> Iterable[NumpyArray]:
-    ends = np.cumsum([_num_places(column) for column in kind.columns])[:-1]
+    ends = np.cumsum([column.num_counts for column in kind.columns])[:-1]
     return np.split(counts, ends, axis=1)

@@ -120,6 +120,8 @@ class TableColumn:
             raise ValueError(f"column {self.name!r} needs a scale above 0 and low <= high")
         if unknown := set(self.parts) - CALENDAR.keys():
             raise ValueError(f"parts of TableColumn must be in {list(CALENDAR)}, got {min(unknown)!r}")
+        if len(self.counts) not in (0, self.num_counts):
+            raise ValueError(f"column {self.name!r} needs {self.num_counts} counts, got {len(self.counts)}")
 
     @property
     def title(self) -> str:
@@ -135,6 +137,11 @@ class TableColumn:
     def num_ids(self) -> int:
         """Number of ids; 0 for numbers and dates."""
         return len(self.levels or self.words) + 1 if self.form in ("levels", "words") else 0
+
+    @property
+    def num_counts(self) -> int:
+        """Number of `counts`: one per bin or id, and one for missing values."""
+        return (self.num_ids or len(self.edges) + 1) + 1
 
     @property
     def num_numbers(self) -> int:

@@ -22,7 +22,7 @@ from ringspark.extras.tables.tabm import TabM
 from ringspark.models import ModelSpec
 from ringspark.pipelines.kinds import TableColumn, TableRow
 
-NUMBER = {"counts": (1,)}
+NUMBER: dict[str, Any] = {"counts": (1, 0)}
 WORDS: dict[str, Any] = {"form": "words", "words": ("a", "b", "c"), "counts": (0, 1, 5, 2, 0)}
 # Two parts of one column, a number that is an id, too, and a name.
 KIND = TableRow(
