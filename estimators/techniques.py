@@ -211,6 +211,7 @@ TECHNIQUES: dict[str, Registered] = {
     "distillation": _extra("distillation.technique:Distillation", field="soft_label_column", param="teacher"),
     "quantiles": _extra("quantiles.technique:Quantiles", param="quantiles"),
     "intervals": _extra("quantiles.technique:Intervals", param="intervals"),
+    "monotone": _extra("tables.monotone:Monotone", param="monotone", when=bool),
     "network_losses": _extra("network_losses.technique:NetworkLosses", field="differentiates_twice"),
     "privacy": _extra("privacy.technique:DifferentialPrivacy", field="privacy", param="privacy"),
     "activations": _extra("activations.technique:SavedActivations", field="changes_saved_tensors"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from ringspark.estimators.prepared_fit import is_for_tables
 from ringspark.estimators.training.objective.deviance import family_of, find_power
+from ringspark.extras.tables.monotone import find_signs
 from ringspark.extras.tables.table_plan import TablePlan
 from ringspark.extras.tables.tabm import RARE_FROM
 from ringspark.models import ModelSpec
@@ -27,6 +28,14 @@ def complete_table(estimator: Any, plan: TablePlan, model: ModelSpec) -> dict[st
     arguments = {"edges": plan.edges, "cardinalities": plan.kind.cardinalities, **plan.outputs}
     if (width := _WIDTHS // (len(plan.edges) + len(plan.kind.cardinalities))) < _WIDTH:
         arguments |= dict.fromkeys(("number_width", "category_width"), max(1, width))
+    if monotone := estimator.getMonotone():
+        signs = find_signs(monotone, plan, {**plan.outputs, **model.kwargs}["out_features"])
+        if model.kwargs.get("monotone", signs if is_for_tables(model) else []) != signs:
+            raise ValueError(
+                f"initialModel was not trained with monotone={monotone!r}; give the same monotone, or leave "
+                "one of them unset"
+            )
+        arguments["monotone"] = signs
     if model.target == "tabpack" and plan.rows > LARGE and not {"rates", "dropouts"} & model.kwargs.keys():
         arguments |= {"rates": [1.0] * len(_LARGE_DROPOUTS), "dropouts": _LARGE_DROPOUTS}
     quantiles = estimator.getQuantiles() if estimator.hasParam("quantiles") else None

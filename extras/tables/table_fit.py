@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import DecimalType, StructField, StructType
+from pyspark.sql.types import DecimalType, NumericType, StructField, StructType
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.columns.schema import FieldIndex, find_field
@@ -58,6 +58,7 @@ def prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: 
         besides = f" besides the label {label.name!r}" if label else ""
         raise ValueError(f"the DataFrame has no column{besides}; give it some inputs")
     check_names_differ(names, exact)
+    monotone = _monotone(estimator, schema, exact, names)
     kinds = estimator.getColumns()
     if chosen := sorted(kinds.keys() - {*label_names}):
         raise ValueError(
@@ -67,22 +68,29 @@ def prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: 
     split = hold_out(estimator, plans.fix_rows(dataset), [*label_names, *names], plans.is_dry_run)
     asked, initial = [task, label.name if label else "", *names], estimator.getInitialModel()
     offset = estimator._find_offset(FieldIndex(schema, exact))
-    key = (*asked, split.indicator, estimator.getRunUri(), id(initial), str(estimator.getLoss()), offset)
+    of_label = {"loss": estimator.getLoss(), "offset": offset}
+    key = (
+        *asked,
+        split.indicator,
+        estimator.getRunUri(),
+        id(initial),
+        str(of_label),
+        str(sorted(monotone.items())),
+    )
     if key not in plans.known:
         stored = _stored_plan(search_uri or _begun_run(estimator, dataset), asked)
-        of_label = {"loss": estimator.getLoss(), "offset": offset}
-        plans.known[key] = stored or _plan(split, label, asked, initial, plans.is_dry_run, of_label)
+        plans.known[key] = stored or _plan(split, label, asked, initial, plans.is_dry_run, of_label, monotone)
     plan = plans.known[key]
     if not plans.is_dry_run:
         _warn_of_columns(plan.uses)
-    inner = estimator.copy()
+    inner = estimator.copy({estimator.monotone: monotone} if monotone else None)
     inner._resetUid(estimator.uid)
     for name in ("featuresCol", "validationFraction", "timeCol"):
         inner.clear(inner.getParam(name))
     model = ModelSpec(NETWORKS[0]) if initial is None else initial._network_to_train()
     if initial is None and estimator.isDefined(estimator.model):
         model = estimator.getModel()
-    completion = complete_table(estimator, plan, model)
+    completion = complete_table(inner, plan, model)
     if plans.is_dry_run:
         # Both depend on the rows; these placeholders pass every check that real values pass.
         completion |= unset(estimator, {"batchSize": LARGE, "warmupSteps": 0})
@@ -147,6 +155,7 @@ def _plan(
     initial: Any,
     is_dry_run: bool,
     of_label: dict[str, Any],
+    monotone: Collection[str],
 ) -> TablePlan:
     held = F.coalesce(F.col(quote(split.indicator)).cast("boolean"), F.lit(False))
     outputs: dict[str, Any] = {}
@@ -158,7 +167,7 @@ def _plan(
     elif initial is None or initial.without_label:
         target, outputs = look_at_label(split.dataset, held, label, asked[0], **of_label)
     if initial is None:
-        plan = _UNKNOWN_ROWS if is_dry_run else plan_table(split.dataset, asked[2:], held, target)
+        plan = _UNKNOWN_ROWS if is_dry_run else plan_table(split.dataset, asked[2:], held, target, monotone)
         return replace(plan, outputs=outputs, asked=asked)
     plan = initial_plan(initial, asked[2:], 1 if is_dry_run else split.dataset.where(~held).count(), asked)
     return replace(plan, outputs=outputs) if initial.without_label else plan
@@ -199,6 +208,20 @@ def _input_names(estimator: Any, schema: StructType, exact: bool, labels: Sequen
             f"other columns for {param}"
         )
     return names
+
+
+def _monotone(estimator: Any, schema: StructType, exact: bool, inputs: Sequence[str]) -> dict[str, str]:
+    """Returns the setting `monotone` with the names as the DataFrame spells them."""
+    found = {}
+    for name, direction in (estimator.getMonotone() or {}).items():
+        field = find_field(name, "monotone", schema, exact)
+        if field.name not in inputs or not isinstance(field.dataType, NumericType):
+            what = "no input" if field.name not in inputs else f"of type {field.dataType.simpleString()}"
+            raise ValueError(
+                f"monotone names the column {field.name!r}, which is {what}; name inputs with numbers"
+            )
+        found[field.name] = direction
+    return found
 
 
 def _warn_of_columns(uses: Sequence[ColumnUse]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,13 +90,20 @@ class _Choice:
     edges: tuple[list[float], ...] = ()
 
 
-def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target: SparkColumn) -> TablePlan:
+def plan_table(
+    frame: DataFrame,
+    names: Sequence[str],
+    held: SparkColumn,
+    target: SparkColumn,
+    monotone: Collection[str] = (),
+) -> TablePlan:
     """Returns the plan for the columns `names` of a DataFrame. Runs a few Spark jobs.
 
     Args:
         held: Whether a row is held out. Held-out rows show whether a number is an id, and whether its values
             keep growing beyond the training values.
         target: The label as a number of mean 0 and variance 1.
+        monotone: Columns that must not become ids.
 
     Raises:
         ValueError: There are no training rows, no held-out rows, or no useful columns.
@@ -120,7 +127,7 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
     columns: list[TableColumn] = []
     edges: list[list[float]] = []
     for leaf, measured in zip(leaves, measures, strict=True):
-        choice = _choose(leaf, measured, rows, zone)
+        choice = _choose(leaf, measured, rows, zone, leaf.name in monotone)
         columns += choice.columns
         edges += choice.edges
         # Few rows agree with anything. The correlation of huge numbers is unknown.
@@ -154,7 +161,7 @@ def _count(frame: DataFrame, held: SparkColumn, kind: TableRow, rows: int) -> Ta
     return with_counts(kind, count_rows(counted, kind, kind.select(None, table)))
 
 
-def _choose(leaf: Leaf, measured: Measure, rows: int, zone: str) -> _Choice:
+def _choose(leaf: Leaf, measured: Measure, rows: int, zone: str, is_monotone: bool) -> _Choice:
     place: dict[str, Any] = {
         "name": leaf.name, "path": leaf.path, "item": leaf.item, "length": leaf.length,
         "type": leaf.type, "origin": leaf.origin, "day_first": leaf.day_first,
@@ -186,7 +193,7 @@ def _choose(leaf: Leaf, measured: Measure, rows: int, zone: str) -> _Choice:
     standard["edges"] = tuple(edges[1:-1])
     column, bins = TableColumn(**standard, **place), f"{len(edges) - 1} bins"
     bins = f"text of numbers, {bins}" if is_text else bins
-    if _is_id_in_disguise(measured):
+    if not is_monotone and _is_id_in_disguise(measured):
         levels = tuple(sorted(float(value) for value in measured.repeats(2)))
         ids = TableColumn(form="levels", levels=levels, **place)
         return _Choice("number and category", f"{bins}, {len(levels)} ids", (column, ids), (edges,))

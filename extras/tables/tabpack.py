@@ -135,6 +135,8 @@ class TabPack(TableNetwork):
         rates: For each member, a factor of the learning rate, above 0.
         edges, cardinalities, out_features, width, depth, number_width, category_width, unknown, center,
             scale, averages, link, quantiles: See `TabM`.
+        monotone: For each number, 1 if the value or the logit of class 1 must not fall when the number rises,
+            -1 if it must not rise, or 0. Empty: all 0.
 
     Raises:
         ValueError: If an argument is out of range, or there is no input at all.
@@ -157,6 +159,7 @@ class TabPack(TableNetwork):
         averages: str = "values",
         link: str = "identity",
         quantiles: Sequence[float] = (),
+        monotone: Sequence[int] = (),
     ) -> None:
         super().__init__(edges, cardinalities, unknown, center, scale, averages, link, quantiles)
         out_features = len(quantiles) or out_features
@@ -169,7 +172,13 @@ class TabPack(TableNetwork):
         shares = torch.tensor(rates)
         self.bins = NumberBins(edges)
         # Tables without a column of this type have no weights for it.
-        self.numbers = PackedNumbers(shares, len(edges), self.bins.features, number_width) if edges else None
+        signs = list(monotone) or [0] * len(edges)
+        if len(signs) != len(edges) or not {-1, 0, 1}.issuperset(signs) or (any(signs) and out_features > 2):
+            raise ValueError("monotone must have -1, 0 or 1 per number, and at most two outputs")
+        self.free = [number for number, sign in enumerate(signs) if not sign]
+        self.bound = [number for number, sign in enumerate(signs) if sign]
+        free = len(self.free)
+        self.numbers = PackedNumbers(shares, free, self.bins.features, number_width) if free else None
         self.embeddings = nn.ModuleList(
             PackedTable(shares, n, min(n, category_width), RARE_STD if n > RARE_FROM else STD)
             for n in cardinalities
@@ -178,7 +187,7 @@ class TabPack(TableNetwork):
             PackedTable(shares, n, out_features, 0.0) for n in cardinalities if n > RARE_FROM
         )
         widths = [
-            len(edges) * (number_width + 1) + sum(min(n, category_width) for n in cardinalities),
+            free * (number_width + 1) + len(self.bound) + sum(min(n, category_width) for n in cardinalities),
             *[width] * depth,
         ]
         self.hidden = nn.Sequential(
@@ -188,6 +197,13 @@ class TabPack(TableNetwork):
         if quantiles:
             with torch.no_grad():
                 self.head.bias += self.initial_outputs / shares[:, None, None]  # type: ignore[operator]
+        self.units: nn.Module | None = None
+        if self.bound:
+            from ringspark.extras.tables.monotone import MonotoneUnits
+
+            # Without the rank and the flag of a missing number.
+            rising = self.bins.features - 2
+            self.units = MonotoneUnits(shares, [signs[number] for number in self.bound], rising, width)
         self.register_buffer("shares", torch.full((len(rates),), 1 / len(rates)))
 
     def forward(
@@ -328,11 +344,21 @@ class TabPack(TableNetwork):
         ids = self.hide_some(ids)
         members = len(self.shares)  # type: ignore[arg-type]
         parts = []
-        if self.numbers is not None:
+        if numbers.shape[1]:
             features, ranks = self.bins(numbers)
+        if self.units is not None:
+            bound, features, ranks = features[:, self.bound], features[:, self.free], ranks[:, self.free]
+            parts.append(bound[:, :, -1].expand(members, -1, -1))  # whether it is missing
+        if self.numbers is not None:
             parts += [self.numbers(features), ranks.expand(members, -1, -1)]
         parts += [table(ids[:, column]) for column, table in enumerate(self.embeddings)]
-        out = self.head(self.hidden(torch.cat(parts, 2)))
+        hidden = self.hidden(torch.cat(parts, 2))
+        out = self.head(hidden)
+        if self.units is not None:
+            rising = torch.cat([bound[:, :, :-3], bound[:, :, -2:-1]], 2)
+            # To the lowest quantile, from which the others have a distance, or to the last logit.
+            places = (0, out.shape[2] - 1) if self.quantiles else (out.shape[2] - 1, 0)
+            out = out + functional.pad(self.units(rising, hidden), places)
         return self.to_distances(self.add_effects(out, ids, offset))
 
     def _predictions(self, outputs: torch.Tensor) -> torch.Tensor:

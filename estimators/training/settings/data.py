@@ -159,11 +159,26 @@ class Labels(Section):
     )
 
 
+def _directions(value: Any) -> dict[str, str]:
+    known = ("increasing", "decreasing")
+    if isinstance(value, dict) and all(isinstance(k, str) and v in known for k, v in value.items()):
+        return value
+    raise WrongTypeError(
+        f"monotone must map names of columns to {' or '.join(map(repr, known))}, got {value!r:.80}"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Columns(Section):
     GROUP = "data"
     ON_DRIVER = True
 
+    monotone: dict[str, str] | None = setting(
+        None,
+        "numbers of a table, by column, with which the prediction never falls ('increasing') or never rises "
+        "('decreasing')",
+        convert=_directions,
+    )
     columns: dict[str, Any] | None = setting(
         None,
         "column types by name, such as Vocabulary, Tokens, Padded or Image, if Spark's type is not enough",

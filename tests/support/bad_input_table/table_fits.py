@@ -4,7 +4,7 @@ from typing import Any
 
 from pyspark.sql import functions as F
 
-from bad_input_table.place import BadInput, Place
+from bad_input_table.place import BadInput, Place, unread
 from ringspark.estimators import TorchClassifier, TorchRegressor
 from ringspark.models import ModelSpec
 
@@ -53,6 +53,19 @@ TABLE_FITS = [
       "label 'text' holds string", "give a column of numbers, or a model"),
     R("table: regression of NaN", lambda p: regression(p, "broken", "half", labelCol="broken"),
       "label 'broken' has NaN or infinite values", "drop these rows"),
+    R("monotone: no direction", lambda p: table_fit(p, "label", "half", monotone={"half": "up"}),
+      "monotone must map names of columns to 'increasing' or 'decreasing'", "got .*up", TypeError),
+    R("monotone: a model of the user", lambda p: unread(p, monotone={"features": "increasing"}),
+      "monotone needs the network 'tabpack'", "without model, or leave monotone unset"),
+    R("monotone: mistyped", lambda p: table_fit(p, "label", "half", monotone={"hafl": "increasing"}),
+      "monotone 'hafl' is not a column", "half"),
+    R("monotone: texts", lambda p: table_fit(p, "label", "half", "text", monotone={"text": "increasing"}),
+      "monotone names the column 'text', which is of type string", "name inputs with numbers"),
+    R("monotone: the label", lambda p: table_fit(p, "label", "half", monotone={"label": "increasing"}),
+      "monotone names the column 'label', which is no input", "name inputs with numbers"),
+    R("monotone: three classes",
+      lambda p: table_fit(p, F.expr("many % 3 AS label"), "half", monotone={"half": "increasing"}),
+      "monotone needs two classes or a regression, and the label has 3", "leave monotone unset"),
     R("table: one row", lambda p: regression(p, "half", "many", labelCol="half", rows="id = 3"),
       "the table has 1 rows, .* to train on and .* held out", "give more rows"),
     R("table: all rows held out",
