@@ -57,6 +57,7 @@ class RegressionModelParams(DeclaredParams):
 
 class TrainingParams(DeclaredParams, HasWeightCol, HasValidationIndicatorCol, HasSeed):
     def getColumns(self) -> dict[str, Kind]: ...
+    monotone: Param[Any]; getMonotone: Getter[dict[str, Any] | None]; setMonotone: Setter[Any]
     columns: Param[Any]; setColumns: Setter[Any]
     weightCol: Param[Any]; getWeightCol: Getter[str | None]; setWeightCol: Setter[str | None]
     validationIndicatorCol: Param[Any]; getValidationIndicatorCol: Getter[str | None]; setValidationIndicatorCol: Setter[str | None]
@@ -145,7 +146,7 @@ class ClassifierKeywords:
     def __init__(self, *,
         featuresCol: str | None = ..., inputCols: str | Sequence[str] | None = ...,
         handleInvalid: Literal['error', 'skip', 'keep'] | None = ..., labelCol: str | None = ..., offsetCol: str | None = ...,
-        columns: Any = ..., weightCol: str | None = ..., validationIndicatorCol: str | None = ...,
+        monotone: Any = ..., columns: Any = ..., weightCol: str | None = ..., validationIndicatorCol: str | None = ...,
         validationFraction: float | None = ..., timeCol: str | None = ..., storageUri: str | None = ...,
         data: Literal['copy', 'inPlace', 'auto'] | None = ..., reader: str | None = ...,
         cache: Literal['auto', 'memory', 'disk', 'none'] | None = ..., predictionCol: str | None = ...,
@@ -187,7 +188,7 @@ class RegressorKeywords:
     def __init__(self, *,
         featuresCol: str | None = ..., inputCols: str | Sequence[str] | None = ...,
         handleInvalid: Literal['error', 'skip', 'keep'] | None = ..., labelCol: str | None = ..., offsetCol: str | None = ...,
-        columns: Any = ..., weightCol: str | None = ..., validationIndicatorCol: str | None = ...,
+        monotone: Any = ..., columns: Any = ..., weightCol: str | None = ..., validationIndicatorCol: str | None = ...,
         validationFraction: float | None = ..., timeCol: str | None = ..., storageUri: str | None = ...,
         data: Literal['copy', 'inPlace', 'auto'] | None = ..., reader: str | None = ...,
         cache: Literal['auto', 'memory', 'disk', 'none'] | None = ..., predictionCol: str | None = ...,
@@ -229,13 +230,13 @@ class EstimatorKeywords:
     def __init__(self, *,
         featuresCol: str | None = ..., inputCols: str | Sequence[str] | None = ...,
         handleInvalid: Literal['error', 'skip', 'keep'] | None = ..., labelCol: str | None = ...,
-        labelCols: str | Sequence[str] | None = ..., lossWeights: Sequence[float] | None = ..., columns: Any = ...,
-        weightCol: str | None = ..., validationIndicatorCol: str | None = ..., validationFraction: float | None = ...,
-        timeCol: str | None = ..., storageUri: str | None = ..., data: Literal['copy', 'inPlace', 'auto'] | None = ...,
-        reader: str | None = ..., cache: Literal['auto', 'memory', 'disk', 'none'] | None = ...,
-        predictionCol: str | None = ..., predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ...,
-        contributionsCol: str | None = ..., inferenceBatchSize: int | None = ...,
-        inferenceOffload: Literal['none', 'disk'] | None = ...,
+        labelCols: str | Sequence[str] | None = ..., lossWeights: Sequence[float] | None = ..., monotone: Any = ...,
+        columns: Any = ..., weightCol: str | None = ..., validationIndicatorCol: str | None = ...,
+        validationFraction: float | None = ..., timeCol: str | None = ..., storageUri: str | None = ...,
+        data: Literal['copy', 'inPlace', 'auto'] | None = ..., reader: str | None = ...,
+        cache: Literal['auto', 'memory', 'disk', 'none'] | None = ..., predictionCol: str | None = ...,
+        predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ..., contributionsCol: str | None = ...,
+        inferenceBatchSize: int | None = ..., inferenceOffload: Literal['none', 'disk'] | None = ...,
         inferencePrecision: Literal['fp32', 'bf16', 'int8'] | None = ..., inferenceUseGpu: bool | None = ..., model: Any = ...,
         transformInPrediction: Any = ..., metrics: Any = ..., loss: Any = ..., transformBatch: Any = ...,
         initialModel: Any = ..., initialState: Literal['weights', 'optimizer'] | None = ..., teacher: Any = ...,
