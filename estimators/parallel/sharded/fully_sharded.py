@@ -42,7 +42,6 @@ def _device_mesh(mesh: RankMesh, device: torch.device) -> Any:
 
     With an axis `shard` it has two dimensions: ranks with the same shards, and ranks with different shards.
     """
-    from torch.distributed import group as groups
     from torch.distributed.device_mesh import DeviceMesh
 
     # torch caches results of operators on DTensors, such as this rank's shape, by the ranks and names of the
@@ -50,9 +49,7 @@ def _device_mesh(mesh: RankMesh, device: torch.device) -> Any:
     copies_name, parts_name = (f"{name}_{uuid4().hex}" for name in ("copies", "parts"))
     copies, parts, all_ranks = mesh.shard_group.replicas, mesh.shard_group.shards, mesh.shard_group.all
     if parts.size == all_ranks.size:
-        return DeviceMesh.from_group(
-            _process_group(all_ranks) or groups.WORLD, device.type, mesh_dim_names=(parts_name,)
-        )
+        return DeviceMesh.from_group(_process_group(all_ranks), device.type, mesh_dim_names=(parts_name,))
     ranks = torch.arange(mesh.world.size).reshape([mesh.sizes[axis] for axis in AXES])
     order = ("pipeline", "tensor", "data", "expert", "sequence", "shard")
     ranks = ranks.permute([AXES.index(axis) for axis in order]).reshape(-1, copies.size, parts.size)
@@ -65,9 +62,10 @@ def _device_mesh(mesh: RankMesh, device: torch.device) -> Any:
 
 
 def _process_group(ranks: Collective) -> Any:
-    """Returns the ranks' process group; None is the group of all ranks."""
+    from torch.distributed import group
+
     assert isinstance(ranks, TorchCollective)
-    return ranks.group
+    return ranks.group or group.WORLD
 
 
 def _clear_caches() -> None:
