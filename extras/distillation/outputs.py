@@ -139,7 +139,8 @@ def _plain(column: Column, data_type: DataType) -> Column:
 
 
 def _of_spark_model(teacher: Any, dataset: DataFrame, label: str, compared: Compared) -> Outputs:
-    last, stages = teacher, []
+    last: Any = teacher
+    stages: list[Any] = []
     while hasattr(last, "stages") or hasattr(last, "bestModel"):
         stages += getattr(last, "stages", [])
         last = last.bestModel if hasattr(last, "bestModel") else last.stages[-1]
