@@ -248,7 +248,7 @@ class TabPack(TableNetwork):
 
     @torch.no_grad()
     def choose_on(
-        self, batches: "Iterable[Batch]", data: "Collective", *, is_classes: bool, loss: str
+        self, batches: "Iterable[Batch]", data: "Collective", *, is_classes: bool, loss: str = ""
     ) -> None:
         """Chooses members by squared errors of values, or of class probabilities (Brier). Runs on every rank.
 
