@@ -1,25 +1,13 @@
-"""The setting `monotone`: the prediction of `TabPack` never falls, or never rises, with a number.
-
-Runje and Shankaranarayana 2023, "Constrained Monotonic Neural Networks": weights of one sign on the path of
-a constrained number, and units of both curvatures. Here this path is one layer. The free network, which does
-not see the constrained numbers, sets the shares of its units. A missing number is exempt.
-"""
+"""The setting `monotone`: the prediction of `TabPack` never falls, or never rises, with a number."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.nn import functional
-
 from ringspark.estimators.techniques import Technique
-from ringspark.extras.tables.tabpack import Packed, PackedLinear
 
 if TYPE_CHECKING:
     from ringspark.extras.tables.table_plan import TablePlan
-
-UNITS = 32
 
 
 class Monotone(Technique):
@@ -55,28 +43,3 @@ def find_signs(monotone: dict[str, str], plan: TablePlan, out_features: int) -> 
             )
         signs += [sign] * column.num_numbers
     return signs
-
-
-class MonotoneUnits(Packed):
-    """Units that rise with the features of each constrained number, times gates that the free network sets.
-
-    Args:
-        rates: See `Packed`.
-        signs: For each constrained number, 1 if the prediction rises with it, -1 if it falls.
-        features: Number of features per number; they rise with the number.
-        width: Width of the free network.
-    """
-
-    def __init__(self, rates: torch.Tensor, signs: Sequence[int], features: int, width: int) -> None:
-        shape = (len(rates), len(signs) * features, UNITS)
-        super().__init__(rates, weight=torch.randn(shape) * 0.15, bias=torch.randn(len(rates), 1, UNITS))
-        self.gates = PackedLinear(rates, width, UNITS)
-        self.register_buffer("signs", torch.tensor(signs, dtype=torch.float32)[:, None], persistent=False)
-
-    def forward(self, features: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
-        """Maps features (batch, numbers, features) and (members, batch, width) to (members, batch, 1)."""
-        signed = (features * self.signs).flatten(1)  # type: ignore[operator]
-        sums = signed @ self.get("weight").abs() + self.get("bias")
-        convex, concave = sums.chunk(2, 2)
-        units = torch.cat([convex.clamp_min(0), concave.clamp_max(0)], 2)
-        return (functional.softplus(self.gates(free)) * units).mean(2, keepdim=True)

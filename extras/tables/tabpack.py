@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # rows.
 DROPOUTS = (0.0, 0.0, 0.1, 0.1, 0.2, 0.3, 0.4, 0.5)
 RATES = (1.0, 0.3, 1.0, 0.3, 1.0, 1.0, 0.5, 1.0)
+UNITS = 32
+"""Units of each member for constrained numbers."""
 
 
 class Packed(nn.Module):
@@ -127,6 +129,35 @@ class PackedBlock(PackedLinear):
         return out
 
 
+class MonotoneUnits(Packed):
+    """Units that rise with the features of each constrained number, times gates that the free network sets.
+
+    Runje and Shankaranarayana 2023, "Constrained Monotonic Neural Networks": weights of one sign on the path
+    of a constrained number, and units of both curvatures. Here this path is one layer, and the free network
+    does not see the constrained numbers. A missing number is exempt.
+
+    Args:
+        rates: See `Packed`.
+        signs: For each constrained number, 1 if the prediction rises with it, -1 if it falls.
+        features: Number of features per number; they rise with the number.
+        width: Width of the free network.
+    """
+
+    def __init__(self, rates: torch.Tensor, signs: Sequence[int], features: int, width: int) -> None:
+        shape = (len(rates), len(signs) * features, UNITS)
+        super().__init__(rates, weight=torch.randn(shape) * 0.15, bias=torch.randn(len(rates), 1, UNITS))
+        self.gates = PackedLinear(rates, width, UNITS)
+        self.register_buffer("signs", torch.tensor(signs, dtype=torch.float32)[:, None], persistent=False)
+
+    def forward(self, features: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
+        """Maps features (batch, numbers, features) and (members, batch, width) to (members, batch, 1)."""
+        signed = (features * self.signs).flatten(1)  # type: ignore[operator]
+        sums = signed @ self.get("weight").abs() + self.get("bias")
+        convex, concave = sums.chunk(2, 2)
+        units = torch.cat([convex.clamp_min(0), concave.clamp_max(0)], 2)
+        return (functional.softplus(self.gates(free)) * units).mean(2, keepdim=True)
+
+
 class TabPack(TableNetwork):
     """Independent networks over the numbers and categories of a table; the prediction is a weighted mean.
 
@@ -197,13 +228,9 @@ class TabPack(TableNetwork):
         if quantiles:
             with torch.no_grad():
                 self.head.bias += self.initial_outputs / shares[:, None, None]  # type: ignore[operator]
-        self.units: nn.Module | None = None
-        if self.bound:
-            from ringspark.extras.tables.monotone import MonotoneUnits
-
-            # Without the rank and the flag of a missing number.
-            rising = self.bins.features - 2
-            self.units = MonotoneUnits(shares, [signs[number] for number in self.bound], rising, width)
+        # Without the rank and the flag of a missing number.
+        rising, bound = self.bins.features - 2, [sign for sign in signs if sign]
+        self.units = MonotoneUnits(shares, bound, rising, width) if bound else None
         self.register_buffer("shares", torch.full((len(rates),), 1 / len(rates)))
 
     def forward(

@@ -95,13 +95,8 @@ def test_predictions_and_probabilities_keep_the_directions(spark: Any, tmp_path:
         "2 * sin(37 * (id % 60)) + (id % 60) / 30 - (id % 17) / 8 AS value",
     )
     # Spark finds the columns in another spelling.
-    shared: dict[str, Any] = {
-        "storageUri": str(tmp_path),
-        "epochs": 2,
-        "learningRate": 0.02,
-        "showProgress": False,
-    }
-    shared["model"] = ModelSpec("tabpack", {"rates": [1.0, 0.3], "dropouts": [0.0, 0.3], "width": 16})
+    spec = ModelSpec("tabpack", {"rates": [1.0, 0.3], "dropouts": [0.0, 0.3], "width": 16})
+    shared: dict[str, Any] = {"model": spec, "storageUri": str(tmp_path), "epochs": 2, "showProgress": False}
     monotone = {"PRICE": "decreasing", "age": "increasing"}
     rows = frame.withColumn("value", F.expr("IF(value > 0, 'yes', 'no')"))
     regression = TorchRegressor(labelCol="value", monotone=monotone, **shared).fit(frame)
