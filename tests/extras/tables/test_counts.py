@@ -4,10 +4,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import numpy as np
 import pytest
 import sklearn.metrics as sk
-import torch
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions as F
@@ -64,13 +64,16 @@ def test_counts_of_a_table_have_positive_means_that_the_offset_multiplies(model:
     assert "validation_poisson_deviance" in model.summary.history.columns
 
 
+@pytest.mark.filterwarnings("ignore")  # MLflow's libraries warn about each other's next versions
 def test_a_saved_model_and_a_later_fit_keep_the_link(model: Any, table: Any, tmp_path: Path) -> None:
     found = predictions(model, table)
     model.save(str(tmp_path / "model"))
     loaded = TorchRegressionModel.load(str(tmp_path / "model"))
     np.testing.assert_array_equal(predictions(loaded, table), found)
-    model.export(str(tmp_path / "net.pt2"))
-    torch.export.load(str(tmp_path / "net.pt2"))
+    model.export(str(tmp_path / "served"), format="mlflow")
+    served = mlflow.pyfunc.load_model(str(tmp_path / "served"))
+    rows = table.orderBy("row").select("x", "word", "offset").toPandas()
+    np.testing.assert_allclose(served.predict(rows)["prediction"], found, rtol=1e-5)
     later = TorchRegressor(**FAST, loss="poisson", initialModel=loaded, epochs=1, learningRate=1e-9)
     again = later.fit(table.drop("any", "row"))
     assert again.getOffsetCol() == "offset"
@@ -78,6 +81,19 @@ def test_a_saved_model_and_a_later_fit_keep_the_link(model: Any, table: Any, tmp
     np.testing.assert_allclose(predictions(again, doubled), 2 * predictions(again, table), rtol=1e-5)
     with pytest.raises(ValueError, match=r"loss 'auto' needs another network than this .*; set the loss"):
         TorchRegressor(**FAST, initialModel=loaded).fit(table.drop("any", "row"))
+
+
+@pytest.mark.slow
+def test_two_workers_train_and_choose_the_members_of_one(table: Any) -> None:
+    still = ModelSpec("tabpack", {"dropouts": [0.0, 0.0], "unknown": 0.0, **SMALL})
+    given = FAST | {"model": still, "epochs": 3, "loss": "tweedie_1.4", "offsetCol": "offset"}
+    rows = table.drop("any", "row")
+    one, two = (
+        TorchRegressor(**given, weightCol="weight", numWorkers=workers).fit(rows) for workers in (1, 2)
+    )
+    np.testing.assert_allclose(predictions(two, table), predictions(one, table), rtol=1e-3)
+    shares = [model.module().state_dict()["shares"].tolist() for model in (one, two)]
+    assert shares[1] == pytest.approx(shares[0])
 
 
 @pytest.mark.parametrize(("loss", "shift"), [("gamma", 1.0), ("tweedie_1.2", 0.0)])
