@@ -12,6 +12,7 @@ from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions as F
+from read_page import Page
 from spark_tables import quiet
 from without_ringspark import predict_without, same
 
@@ -190,6 +191,15 @@ def test_a_model_is_served_with_the_common_correction_alone(table: Any, model: A
     with pytest.warns():  # MLflow's libraries warn about each other's next versions
         common.export(str(folder / "served"), format="mlflow")
     same(predict_without(folder / "served", rows, "torch"), wanted)
+
+
+@pytest.mark.slow
+def test_a_report_compares_the_prediction(table: Any, model: Any, folder: Path) -> None:
+    model.report(str(folder / "page.html"), table)
+    cards = Page((folder / "page.html").read_text()).cards
+    for name in ("rmse", "mae"):
+        expected = RegressionEvaluator(metricName=name).evaluate(model.transform(table))
+        assert float(cards[name.upper()]) == pytest.approx(expected, abs=2e-3)
 
 
 @pytest.mark.slow
