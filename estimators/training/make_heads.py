@@ -39,7 +39,8 @@ def make_heads(
     heads = []
     for index, (label, weight) in enumerate(zip(config.label_columns, config.loss_weights, strict=True)):
         loss = objects.loss(config, index)
-        head = Head(label=label, loss=loss, weight=weight, own_metrics=own, quantiles=config.quantiles)
+        quantiles = config.quantiles or ()
+        head = Head(label=label, loss=loss, weight=weight, own_metrics=own, quantiles=quantiles)
         heads.append(replace(head, metrics=_select_metrics(head, config, objects.metrics)))
     for name in config.metrics:
         if not any(name in head.metrics for head in heads):

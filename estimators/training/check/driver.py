@@ -61,7 +61,7 @@ def check_names(config: TrainConfig, objects: UserObjects) -> None:
             resolve_loss(loss)
     if config.metrics:
         known = [name for name in config.metrics if name not in objects.metrics]
-        check_metrics(known, config.task, len(config.quantiles))
+        check_metrics(known, config.task, len(config.quantiles or ()))
         check_own_tasks(objects.metrics, config.task)
     collective_class(config.collective)
     check_engine(config.reader)

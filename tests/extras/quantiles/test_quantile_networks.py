@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_one, run_ranks
+from small_training import bare_config
 from torch import nn
 
 from ringspark.estimators.collectives import Collective
@@ -120,6 +121,11 @@ def test_the_prediction_is_the_quantile_nearest_to_the_median() -> None:
     assert find_bounds((0.05, 0.1, 0.5, 0.9, 0.95), 0.8) == (1, 3)
     assert find_bounds(LEVELS, 0.9) == (1, 1)
     assert find_bounds((), 0.9) == (0, 0)
+
+
+def test_a_run_that_began_without_the_setting_can_be_resumed() -> None:
+    # A resume compares the configs, and takes None for a setting that the run's version did not have.
+    assert bare_config().quantiles is None
 
 
 def test_a_correction_never_turns_an_interval_around() -> None:
