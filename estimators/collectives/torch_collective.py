@@ -312,6 +312,22 @@ def _join(member: Member, store: MemberStore, timeout_seconds: float, use_gpu: b
         )
 
 
+@peer_errors("gather")
+def gather_on_root(tensor: torch.Tensor, counts: Sequence[int], group: Any, root: int) -> list[torch.Tensor]:
+    """Gathers 1-D tensors on rank `root`; other ranks get none. Gloo's own gather needs equal lengths."""
+    ranks = dist.get_process_group_ranks(group)
+    if dist.get_rank() != ranks[root]:
+        if len(tensor):
+            dist.send(tensor, dst=ranks[root], group=group)
+        return []
+    pieces = [tensor if i == root else tensor.new_empty(count) for i, count in enumerate(counts)]
+    arriving = [(r, piece) for i, (r, piece) in enumerate(zip(ranks, pieces, strict=True)) if i != root]
+    works: list[Any] = [dist.irecv(piece, src=r, group=group) for r, piece in arriving if len(piece)]
+    for work in works:
+        work.wait()
+    return pieces
+
+
 def _overlaps(rank: int, own: Sequence[int], others: Sequence[int]) -> list[int]:
     """Returns how many elements of the rank's shard, by `own`, are in each shard by `others`."""
     begin, bounds = sum(own[:rank]), list(accumulate(others, initial=0))

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringspark.estimators.collectives.base import peer_errors
-
 # Parameter name -> key of the optimizer -> value. A value is a tensor or a plain number or text.
 StateValue = torch.Tensor | bool | int | float | str | None
 OptimizerState = dict[str, dict[str, StateValue]]
@@ -133,7 +131,7 @@ def gather_value(value: StateValue, root: int = 0) -> StateValue:
     if hasattr(value, "fetch"):
         # A result of `ModelLayout.make_fetchable`.
         return value.fetch()  # type: ignore[no-any-return]
-    import torch.distributed as dist
+    from ringspark.estimators.collectives.torch_collective import gather_on_root
 
     sharded: Any = value
     shard: torch.Tensor = sharded.to_local().detach().cpu()
@@ -142,19 +140,12 @@ def gather_value(value: StateValue, root: int = 0) -> StateValue:
     *replica, _ = mesh.get_coordinate()
     if any(replica):
         return shard
-    # FSDP2 shards the first dimension like `torch.chunk`: equal shards, a smaller one, then empty ones. Gloo
-    # gathers equal lengths, of some dtypes only, so the shards go as bytes, with padding at the end.
-    size, width = mesh.size(mesh.ndim - 1), shard.element_size()
-    most = -(-len(value) // size) * value.shape[1:].numel() * width
-    own = shard.reshape(-1).view(torch.uint8)
-    own = nn.functional.pad(own, (0, most - len(own)))
-    is_root = mesh.get_local_rank(mesh.ndim - 1) == root
-    shards = [torch.empty_like(own) for _ in range(size)] if is_root else None
-    with peer_errors("gather"):
-        dist.gather(own, shards, group=mesh.get_group(mesh.ndim - 1), group_dst=root)
-    if shards is None:
-        return shard
-    return torch.cat(shards)[: value.numel() * width].view(shard.dtype).reshape(value.shape)
+    # FSDP2 shards the first dimension like `torch.chunk`: equal shards, a smaller one, then empty ones.
+    rows, size = len(value), mesh.size(mesh.ndim - 1)
+    most = -(-rows // size)
+    counts = [max(0, min(most, rows - rank * most)) * value.shape[1:].numel() for rank in range(size)]
+    shards = gather_on_root(shard.contiguous().reshape(-1), counts, mesh.get_group(mesh.ndim - 1), root)
+    return torch.cat(shards).reshape(value.shape) if shards else shard
 
 
 def shard_like(value: torch.Tensor, like: Any) -> torch.Tensor:
