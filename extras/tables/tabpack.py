@@ -130,7 +130,7 @@ class PackedBlock(PackedLinear):
 
 
 class MonotoneUnits(Packed):
-    """Units that rise with the features of each constrained number, times gates that the free network sets.
+    """Units that rise with the features of each constrained number; the free network shifts and gates them.
 
     Runje and Shankaranarayana 2023, "Constrained Monotonic Neural Networks": weights of one sign on the path
     of a constrained number, and units of both curvatures. Here this path is one layer, and the free network
@@ -146,16 +146,16 @@ class MonotoneUnits(Packed):
     def __init__(self, rates: torch.Tensor, signs: Sequence[int], features: int, width: int) -> None:
         shape = (len(rates), len(signs) * features, UNITS)
         super().__init__(rates, weight=torch.randn(shape) * 0.15, bias=torch.randn(len(rates), 1, UNITS))
-        self.gates = PackedLinear(rates, width, UNITS)
+        self.conditions = PackedLinear(rates, width, 2 * UNITS)
         self.register_buffer("signs", torch.tensor(signs, dtype=torch.float32)[:, None], persistent=False)
 
     def forward(self, features: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
         """Maps features (batch, numbers, features) and (members, batch, width) to (members, batch, 1)."""
         signed = (features * self.signs).flatten(1)  # type: ignore[operator]
-        sums = signed @ self.get("weight").abs() + self.get("bias")
-        convex, concave = sums.chunk(2, 2)
+        shifts, gates = self.conditions(free).chunk(2, 2)
+        convex, concave = (signed @ self.get("weight").abs() + self.get("bias") + shifts).chunk(2, 2)
         units = torch.cat([convex.clamp_min(0), concave.clamp_max(0)], 2)
-        return (functional.softplus(self.gates(free)) * units).mean(2, keepdim=True)
+        return (functional.softplus(gates) * units).mean(2, keepdim=True)
 
 
 class TabPack(TableNetwork):
