@@ -70,7 +70,7 @@ class PreparedFit:
             storage.write_atomic(storage.join(uri, run_layout.TABLE), self.plan.to_json().encode())
 
     def complete_model(self, model: Any) -> None:
-        """Lets the techniques add what only the trained model can tell about the rows."""
+        """Calls the techniques' `complete_model`, for results that need the trained model and the rows."""
         for technique in techniques_in(self.estimator):
             technique.complete_model(model, self)
 

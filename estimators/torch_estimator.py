@@ -190,7 +190,7 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
         manifest: ShardManifest,
         prepared: PreparedFit | None = None,
     ) -> M:
-        """Trains on shards. Only for `prepared`, the fit that wrote them, techniques complete the model."""
+        """Trains on shards. Given `prepared`, the fit that wrote them, techniques also complete the model."""
         training = fit.with_rows(self, spark, run, manifest)
         config = training.config
         changes = run.begin(config, identity_of(config, fit.objects, manifest))

@@ -179,7 +179,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return found
 
     def contributionColumns(self) -> list[str]:
-        """Returns the table's columns in the order of `contributionsCol`; its last entry is the baseline."""
+        """Returns the table's columns in the order of `contributionsCol`, which ends with the baseline."""
         own = self._outputs()[1]
         names: list[str] = FUNCTIONS["contributions"](own, own, self._inputs).kind.sources
         return names

@@ -1,4 +1,4 @@
-"""Picks the columns of a regressor's outputs, in NumPy. Served models have a copy of this file."""
+"""Converts a regressor's outputs to columns, in NumPy. Served models have a copy of this file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def central(quantiles: Sequence[float]) -> int:
 
 
 def find_bounds(quantiles: Sequence[float], coverage: float) -> tuple[int, int]:
-    """Returns the indices of the two quantiles between which `coverage` lies, or twice the central one."""
+    """Returns the indices of the quantiles (1 ± coverage) / 2, or the central one twice if one is missing."""
     sides = (1 - coverage) / 2, (1 + coverage) / 2
     found = [i for side in sides for i, quantile in enumerate(quantiles) if abs(quantile - side) < 1e-9]
     return (found[0], found[1]) if len(found) == 2 else (central(quantiles), central(quantiles))
@@ -37,7 +37,7 @@ def quantile_columns(
     if coverage is not None:
         first, last = find_bounds(quantiles, coverage)
         lower, upper = outputs[:, first] - correction, outputs[:, last] + correction
-        # A negative correction may be larger than half an interval, of which the middle then remains.
+        # A negative correction may exceed half an interval; the interval then shrinks to its middle.
         middle = (lower + upper) / 2
         columns += [np.minimum(lower, middle), np.maximum(upper, middle)]
     return columns

@@ -53,13 +53,13 @@ class Results(ABC):
         """
 
     inner_widths: tuple[int, ...] = ()
-    """Values per row of what follows the outputs of the network, such as outputs of inner modules."""
+    """Values per row of the results after the network's outputs, such as outputs of inner modules."""
 
     has_classes = False
     """Whether the last column is the predicted class."""
 
     def forward(self, module: nn.Module) -> AbstractContextManager[Forward]:
-        """Yields a function from inputs to the outputs, each (rows, ...); those of `inner_widths` last."""
+        """Yields a function that maps inputs to outputs, each (rows, ...), with `inner_widths` last."""
         return nullcontext(lambda inputs: [*as_outputs(module(*inputs))])
 
     def comparable(self, outputs: Array) -> Array:

@@ -97,7 +97,7 @@ class GradientSync:
     A parameter without a gradient on any rank keeps None, so no optimizer decays or moves it.
 
     Attributes:
-        takes_sparse: Whether it synchronizes sparse gradients of embeddings.
+        takes_sparse: Whether the strategy synchronizes sparse gradients of embeddings.
         module: The module to call in training, with any wrapper.
         network: The module without the wrapper; it has the names of the state dict.
         loss_factor: Factor of a rank's loss before it is differentiated.

@@ -55,8 +55,8 @@ class RankMesh:
 
     Attributes:
         world: All ranks, for common decisions such as stopping or skipping a step.
-        data: Ranks that read different rows of one global batch, each the shard of its rank here; losses and
-            metrics are summed over them.
+        data: Ranks that read different rows of one global batch; this rank reads shard `data.rank`. Losses
+            and metrics are summed over these ranks.
         sizes: Number of ranks along each axis.
         coordinates: This rank's coordinate on each axis.
         axes: For each axis, the ranks that differ from this one on that axis only.

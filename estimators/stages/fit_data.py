@@ -41,7 +41,7 @@ AUTO_BYTES = 1 << 30
 _SMALL = {Vocabulary.tag, HashBuckets.tag}
 
 
-# Error about a column that a technique adds to the rows.
+# Matches an error about a column that a technique has added to the rows.
 _COMPUTED = re.compile(r"'__ringspark_([a-z]+)_\w+' (has arrays of [^;]+);")
 
 

@@ -1,7 +1,7 @@
-"""Columns of the outputs of a teacher that is no model of ringspark.
+"""Adds the outputs of a teacher that is not a ringspark model as a column.
 
 The teacher is a column of the DataFrame, a fitted scikit-learn estimator, or a fitted model of Spark ML.
-Probabilities of classes become logits: the softmax of their logarithms gives the probabilities again.
+Class probabilities become logits: the softmax of their logarithms returns the probabilities.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Outputs:
     Attributes:
         dataset: The rows with the column `name`: a number, a vector or an array per row.
         name: Name of the column.
-        title: The teacher in error messages.
+        title: Name of the teacher in error messages.
         identity: Text that differs between teachers.
-        classes: The teacher's classes, in the order of its probabilities; none of a column or of values.
+        classes: The teacher's classes, in the order of its probabilities; empty for a column and for values.
     """
 
     dataset: DataFrame
@@ -157,7 +157,7 @@ def _of_spark_model(teacher: Any, dataset: DataFrame, label: str, compared: Comp
     if compared != "values":
         classes = list(range(last.numClasses))
         for stage in stages:
-            # An indexer of the same label tells the classes' names.
+            # An indexer of the same label has the names of the classes.
             if hasattr(stage, "labels") and stage.getOrDefault("outputCol") == last.getOrDefault("labelCol"):
                 classes = list(stage.labels) if stage.getOrDefault("inputCol") == label else classes
     made = renamed.transform(dataset).select(*own, hidden[param])
@@ -185,14 +185,14 @@ def _of_predictor(
             f"{title} was fitted on {wanted} columns without names, and the inputs are {chosen}; fit it on a "
             "pandas DataFrame, so that it knows its columns"
         )
-    # Of a copy: many estimators have other bytes before they were once pickled, and a resume may load one.
+    # Pickle a copy: the first pickle of many estimators has other bytes, and a resume may load an estimator.
     pickled = user_code.dumps(user_code.copy(teacher))
     ask = _make_function(pickled, method, is_matrix, len(classes), f"{title} failed on the columns {chosen}")
     pairs = zip(sources, chosen, strict=True)
     columns = (_plain(F.col(quote(source.name)), source.dataType).alias(name) for source, name in pairs)
     make: Any = pandas_udf
     made, result = make(ask, "array<double>")(F.struct(*columns)), f"__ringspark_{method}"
-    # The generator stops Spark from copying the expression, which would ask the teacher several times.
+    # `explode` keeps Spark from copying the expression, which would call the teacher several times.
     asked = dataset.select("*", F.explode(F.array(made)).alias(result))
     return Outputs(asked, result, title, hashlib.sha256(pickled).hexdigest(), classes)
 
@@ -221,8 +221,8 @@ def _make_function(pickled: bytes, method: str, is_matrix: bool, num_classes: in
                     raise ValueError(f"{found.shape[1]} probabilities for {num_classes} classes")
             except Exception as error:
                 raise RuntimeError(
-                    f"{MARK}{problem} ({type(error).__name__}: {first_line(error)}); give rows as it was "
-                    "fitted on, or a column of its outputs"
+                    f"{MARK}{problem} ({type(error).__name__}: {first_line(error)}); give the "
+                    "columns that it was fitted on, or a column of its outputs"
                 ) from error
             yield pd.Series(list(found))
 
@@ -236,8 +236,8 @@ def _matrix(frame: pd.DataFrame) -> Any:
 
 
 def _no_outputs(teacher: Any, needed: str, compared: Compared) -> str:
-    what = "values, so the teacher must be a regressor" if compared == "values" else "class probabilities"
+    what = "a regressor with values" if compared == "values" else "a classifier with class probabilities"
     return (
-        f"teacher {type(teacher).__name__} does not give what the loss compares: {what} with {needed}; give "
-        "a teacher of the same task, or the name of a column with the outputs"
+        f"teacher {type(teacher).__name__} must be {what} from {needed}; give a teacher of the same task, "
+        "or the name of a column with the outputs"
     )

@@ -71,7 +71,7 @@ def add_teacher(fit: PreparedFit) -> PreparedFit:
 
 
 def _name(identity: str) -> str:
-    """Returns a column name that differs between teachers: fits with different ones share no shards."""
+    """Returns a column name that differs between teachers, so that their fits share no shards."""
     return f"{_PREFIX}_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
 
@@ -140,7 +140,7 @@ def _check_classes(estimator: Any, classes: Sequence[Any], label: StructField) -
         kinds = ("strings", "numbers") if is_strings else ("numbers", "strings")
         raise ValueError(
             f"labelCol {label.name!r} has classes of {kinds[0]}, but teacher was fitted on {kinds[1]}; give "
-            "the labels as the teacher had them"
+            "labels of the teacher's type"
         )
     if not is_strings:
         if list(classes) != list(range(len(classes))):

@@ -21,8 +21,8 @@ class Offset(Technique):
     def check_estimator(self, estimator: Any, *, is_table: bool, is_on_shards: bool = False) -> None:
         if estimator.getTrainingStep() is not None:
             raise ValueError(
-                "offsetCol adds an input to the network, and trainingStep calls the network itself; give the "
-                "column as one of inputCols, or leave one of them unset"
+                "offsetCol adds an input to the network, but trainingStep calls the network itself; leave "
+                "offsetCol unset, and add its column to inputCols"
             )
 
     def choose_kinds(self, estimator: Any, kinds: dict[str, Any], fields: Any) -> dict[str, Any]:

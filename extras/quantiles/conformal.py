@@ -22,7 +22,7 @@ from ringspark.estimators.columns.schema import find_field
 from ringspark.estimators.stages.declared import value_of
 from ringspark.pipelines.columns import is_case_sensitive, quote
 
-# Held-out rows that lie outside of a group's intervals, at least. With fewer, chance decides the correction.
+# Fewest scores of a group that reach its own correction. With fewer, chance would decide the correction.
 LEAST_OUTSIDE = 5
 _INTERVAL = "__ringspark_interval"
 
@@ -39,10 +39,10 @@ def check_rows(coverage: float, rows: int) -> None:
 
 
 def check_group(field: StructField) -> None:
-    """Raises ValueError if the values of a column do not tell groups apart by their text."""
+    """Raises ValueError if groups of this column cannot be compared as text."""
     if not isinstance(field.dataType, (StringType, IntegralType, BooleanType, DateType)):
         raise ValueError(
-            f"intervalGroupCol {field.name!r} must hold strings, whole numbers, booleans or dates, it holds "
+            f"intervalGroupCol {field.name!r} must hold strings, whole numbers, booleans or dates, but holds "
             f"{field.dataType.simpleString()}; cast it"
         )
 
@@ -69,7 +69,7 @@ def calibrate(model: Any, dataset: DataFrame, indicator: str) -> dict[str, Any]:
     predicted = bare.transform(held)
     label = F.col(quote(model.getLabelCol())).cast("double")
     score = F.greatest(F.col(f"{_INTERVAL}.lower") - label, label - F.col(f"{_INTERVAL}.upper"))
-    # Every row counts among all rows, group null, and in its group.
+    # Each row counts twice: among all rows (group null) and in its own group.
     keys = F.array_distinct(F.array(F.lit(None).cast("string"), group_column(model, held)))
     scores = predicted.select(F.explode(keys).alias("group"), score.alias("score")).where("score IS NOT NULL")
     groups = Window.partitionBy("group")

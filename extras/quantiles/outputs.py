@@ -48,7 +48,7 @@ class QuantileResults(Values):
 def quantile_outputs(model: Any) -> tuple[list[str], QuantileResults]:
     """Returns names and contents of the columns; the ends of intervals are columns of their own.
 
-    The ends have no correction if each group has its own, which `add_intervals` then adds.
+    With `intervalGroupCol`, the ends are not corrected yet; `add_intervals` corrects them by group.
     """
     coverage, quantiles = model.getIntervals(), model._quantiles
     names = model.predictionColumns(1) + ([model.getQuantilesCol()] if quantiles else [])
@@ -64,7 +64,7 @@ def quantile_outputs(model: Any) -> tuple[list[str], QuantileResults]:
 
 
 def corrections_of(model: Any) -> dict[str, Any]:
-    """Returns `intervalCorrections`; no corrections as long as the fit has made none."""
+    """Returns `intervalCorrections`, or corrections of 0 before `fit` has measured them."""
     return model.getIntervalCorrections() or {"all": 0.0, "groups": {}}
 
 
@@ -74,13 +74,13 @@ def check_apart(model: Any, format: str = "mlflow") -> None:
         return
     if format != "mlflow":
         raise ValueError(
-            f"format {format!r} has the network alone, without the correction of its intervals; take "
+            f"format {format!r} has only the network, not the correction of its intervals; take "
             "format='mlflow', or leave the intervals out by setIntervalCol('')"
         )
     if value_of(model, "intervalGroupCol"):
         raise ValueError(
-            "only transform predicts intervals with intervalGroupCol; clear it by setIntervalGroupCol(None), "
-            "and all rows get the common correction, also without Spark"
+            "only transform predicts intervals with intervalGroupCol; clear it by setIntervalGroupCol(None) "
+            "to give all rows the common correction"
         )
 
 

@@ -20,7 +20,7 @@ class Quantiles(Technique):
             raise ValueError(f"quantiles are learned by loss={LOSS!r}, got {loss!r}; leave loss unset")
         if estimator.getTeacher() is not None:
             raise ValueError(
-                "quantiles do not work with teacher, which imitates other outputs; leave one of them unset"
+                "quantiles do not work with teacher, which has no quantiles; leave one of them unset"
             )
 
     def output_columns(self, estimator: Any) -> list[str]:
@@ -52,6 +52,6 @@ class Intervals(Technique):
 def _check_table(setting: str, is_table: bool) -> None:
     if not is_table:
         raise ValueError(
-            f"{setting} needs fit on a table with its own network: leave model unset, or name 'tabpack' or "
-            f"'tabm'; else leave {setting} unset"
+            f"{setting} needs a network for tables, which fit completes; leave model unset, set it to "
+            f"'tabpack' or 'tabm', or leave {setting} unset"
         )

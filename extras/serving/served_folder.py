@@ -61,8 +61,7 @@ def write_served(stage: Any, folder: Path, runtime: str | None = None) -> list[s
     """
     if stage.getInnerCols() or stage.getContributionsCol():
         raise ValueError(
-            "innerCols and contributionsCol need the whole stage; leave runtime unset, or clear "
-            " both settings"
+            "innerCols and contributionsCol need the whole stage; leave runtime unset, or clear both settings"
         )
     inputs = local_inputs(stage._inputs, stage.inputColumns(), session_zone())
     folder.mkdir(parents=True)

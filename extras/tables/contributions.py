@@ -125,7 +125,7 @@ class ContributionsColumn(Technique):
 
 
 def contribution_results(base: Results, own: Results, inputs: Sequence[ModelInput]) -> ContributionResults:
-    """Adds the contributions to `base`; raises ValueError if there are none."""
+    """Returns `base` with contributions; raises ValueError if the model cannot have them."""
     kind = counted_table(inputs, "contributionsCol")
     if not isinstance(own, Classes) and own.widths[0] != 1:
         raise no_table_error("contributionsCol")
@@ -147,8 +147,8 @@ def orders_of(columns: int) -> list[list[int]]:
 def baseline_of(kind: TableRow) -> tuple[Array, Array]:
     """Returns the row with medians and most frequent names: numbers float32 and ids int64.
 
-    Of a column of ids that are numbers, it has the most frequent number. A network that never saw a missing
-    value computes arbitrary outputs for it, so the baseline has a value in every column.
+    If a column's numbers are also ids, it has the most frequent number. The baseline has no missing values,
+    because a network that never saw one computes arbitrary outputs for it.
     """
     typical = {c.source: c.levels[int(np.argmax(c.counts[1:-1]))] for c in kind.columns if c.levels}
     numbers: list[Array] = []
@@ -160,7 +160,7 @@ def baseline_of(kind: TableRow) -> tuple[Array, Array]:
         elif column.form == "levels":
             ids += column.ids_of(pa.array(value)).tolist()
         else:
-            # The median of times is on the clock of the training already.
+            # The median of times is already on the clock of the training.
             numbers.append(replace(column, zone="").numbers_of(value)[0])
     return np.concatenate([*numbers, np.zeros(0, np.float32)]), np.array(ids, np.int64)
 

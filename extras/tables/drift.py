@@ -24,9 +24,9 @@ from ringspark.pipelines.local_python import choose_python
 from ringspark.pipelines.rows import NumpyArray
 from ringspark.pipelines.spark_errors import explain_worker_errors
 
-# Names beyond this number are compared in groups of neighbors, or each would add its own noise.
+# A column with more names compares groups of neighboring names, because each name would add noise.
 _MOST_NAMES = 32
-# Farther numbers, in standard deviations, count as this far.
+# Standardized numbers are clipped to this magnitude before they are summed.
 _FARTHEST = 1e6
 
 
@@ -37,7 +37,7 @@ class ColumnDrift:
     Attributes:
         column: Name of the column, such as `column.field[3]`.
         psi: Population stability index over bins of numbers, or over names, and missing values (Siddiqi 2006,
-            "Credit Risk Scorecards"). By convention, below 0.1 is little and above 0.25 is much.
+            "Credit Risk Scorecards"). By convention, below 0.1 is small and above 0.25 is large.
         wasserstein: Wasserstein-1 distance of the numbers, in standard deviations of the training; NaN for
             names.
         missing_before, missing: Share of rows without a value, in the training and now.
@@ -75,8 +75,8 @@ def counted_table(inputs: Sequence[ModelInput], caller: str) -> TableRow:
         raise no_table_error(caller)
     if not all(column.counts for column in kind.columns):
         raise ValueError(
-            f"{caller} needs the numbers of training rows by value, which a model of an earlier version of "
-            "ringspark does not have; fit it again"
+            f"{caller} needs counts of the training rows, which models of earlier versions of ringspark "
+            "do not have; fit the model again"
         )
     return kind
 
@@ -151,10 +151,10 @@ def drifts_of(kind: TableRow, counts: NumpyArray) -> list[ColumnDrift]:
     found: dict[str, ColumnDrift] = {}
     for column, (rows, totals) in zip(kind.columns, _split(kind, counts), strict=True):
         if not rows.sum():
-            raise ValueError("compare_inputs needs rows, got none; pass other rows")
+            raise ValueError("compare_inputs needs rows, got none; pass a DataFrame with rows")
         drift = _drift(column, rows, totals)
         if (other := found.get(column.title)) is not None:
-            # A number that is an id, too.
+            # The column's numbers are also ids.
             drift = replace(drift, psi=max(drift.psi, other.psi), wasserstein=other.wasserstein)
         found[column.title] = drift
     return sorted(found.values(), key=lambda drift: -drift.psi)

@@ -20,7 +20,7 @@ _MAX_CLASSES = 1_000
 _FEW_DIGITS = 100 * 2.0**-24
 _LARGEST_LABEL = float(np.finfo(np.float32).max)
 _LEAST_LABEL = float(np.finfo(np.float32).tiny)
-# Largest offset of a logarithm.
+# Largest magnitude of an offset with a log link.
 _FARTHEST = 80.0
 
 

@@ -24,7 +24,7 @@ class Monotone(Technique):
 def find_signs(monotone: dict[str, str], plan: TablePlan, out_features: int) -> list[int]:
     """Returns for each number of a row 1 if the prediction rises with it, -1 if it falls, or 0.
 
-    Raises ValueError if the network cannot do it, or if the table spells a name in another way.
+    Raises ValueError for an unknown column, a category, or more than two classes.
     """
     if unknown := sorted(monotone.keys() - {*plan.asked[2:]}):
         raise ValueError(f"monotone names {unknown[0]!r}, and the inputs are {plan.asked[2:]}; name an input")

@@ -45,7 +45,7 @@ def complete_table(estimator: Any, plan: TablePlan, model: ModelSpec) -> dict[st
     if estimator._task == "regression" and is_log(estimator) != (spec.kwargs.get("link") == "log"):
         raise ValueError(
             f"loss {estimator.getLoss()!r} needs another network than this run, search or initialModel has; "
-            "set the loss that they had, or start a new one"
+            "set the loss of the earlier fit, or start without it"
         )
     if (trained := spec.kwargs.get("quantiles")) != quantiles:
         raise ValueError(

@@ -218,7 +218,7 @@ def _monotone(estimator: Any, schema: StructType, exact: bool, inputs: Sequence[
         if field.name not in inputs or not isinstance(field.dataType, NumericType):
             what = "no input" if field.name not in inputs else f"of type {field.dataType.simpleString()}"
             raise ValueError(
-                f"monotone names the column {field.name!r}, which is {what}; name inputs with numbers"
+                f"monotone names the column {field.name!r}, which is {what}; name numeric inputs"
             )
         found[field.name] = direction
     return found

@@ -92,7 +92,7 @@ class TableNetwork(nn.Module):
     Args:
         edges, cardinalities, unknown: See `TabM`.
         center, scale: Mean and standard deviation of the label of a regression. With link="log": logarithm
-            of the label's mean, and the size of the loss, by which gradients are divided.
+            of the label's mean, and the divisor of the gradients.
         averages: "values" or "probabilities": the outputs of the members to average.
         link: "log" if the prediction is a positive mean, exp(center + output), else "identity".
         quantiles: Ascending probabilities; the outputs are the label's quantiles for them. Empty: the mean.
@@ -156,7 +156,7 @@ class TableNetwork(nn.Module):
     def to_distances(self, outputs: torch.Tensor) -> torch.Tensor:
         """Returns the lowest quantile and the distances between neighbors, which are never negative.
 
-        A mean of members keeps this sign, so the quantiles of the mean do not cross either. Without
+        Their means over members are not negative either, so the quantiles of the mean do not cross. Without
         quantiles, returns the outputs.
         """
         if not self.quantiles:
@@ -175,7 +175,7 @@ class TableNetwork(nn.Module):
             # As for a standardized label. Adam's epsilon would swallow a tiny gradient.
             outputs.register_hook(lambda gradient: gradient / unit)  # type: ignore[no-untyped-call]
         if self.is_log:
-            # Beyond, fp32 has no such mean.
+            # Outside of this range, the mean overflows or underflows in fp32.
             return (self.center + outputs).clamp(-85.0, 85.0).exp()
         if self.quantiles:
             # Not `cumsum`, which adds in another order on a GPU, so that rounding may cross quantiles.
@@ -303,7 +303,7 @@ class TabM(TableNetwork):
     def _predict(self, x: torch.Tensor, effect: torch.Tensor) -> torch.Tensor:
         outputs = self.to_distances(torch.einsum("bkw,kow->bko", x, self.heads) + self.biases + effect)
         if self.quantiles and not self.training:
-            # Before the sum, which rounds alike in all columns.
+            # Average distances, not quantiles: rounded means of quantiles could cross.
             outputs = outputs.mean(1, keepdim=True)
         if self.training or self.averages == "values":
             outputs = self.to_label(outputs)

@@ -279,7 +279,7 @@ class TabPack(TableNetwork):
     ) -> None:
         """Chooses members by squared errors of values, or of class probabilities (Brier). Runs on every rank.
 
-        Positive means are judged by their deviance, and quantiles by their pinball loss. `batches` has this
+        Positive means are compared by their deviance, and quantiles by their pinball loss. `batches` has this
         rank's held-out rows; `data` are the ranks with the other held-out rows.
         """
         assert isinstance(self.shares, torch.Tensor)
@@ -318,7 +318,7 @@ class TabPack(TableNetwork):
         self._set_shares(choose_greedily(squared_error(products[kept][:, kept]), kept))
 
     def _choose_by(self, loss: RowLoss, batches: "Iterable[Batch]", data: "Collective") -> None:
-        """Chooses members by any loss of their predictions, which are held for all held-out rows."""
+        """Chooses members by a loss; keeps their predictions for all held-out rows in memory."""
         assert isinstance(self.shares, torch.Tensor)
         empty = self.shares.new_zeros(0)
         # A rank without rows takes part, too.
@@ -332,7 +332,7 @@ class TabPack(TableNetwork):
         found, label, weight = torch.cat(predictions, 1), torch.cat(labels), torch.cat(weights)
 
         def sum_losses(predicted: Iterable[torch.Tensor]) -> torch.Tensor:
-            """Returns the summed loss over all ranks of each of several predictions of this rank's rows."""
+            """Returns the loss of each prediction, summed over the rows of all ranks."""
             values = (self.to_label(each) if self.quantiles else each for each in predicted)
             return data.all_reduce(torch.stack([(loss(v, label).double() * weight).sum() for v in values]))
 

@@ -86,9 +86,9 @@ class TableColumn:
         words: Known strings of the form "words"; string i has the id i + 1.
         parts: Keys of `CALENDAR`: the cyclic parts of the date that become numbers.
         has_trend: Whether the form "calendar" includes the standardized date.
-        edges: Ascending inner edges of bins over the standardized number or date; not of the forms with ids.
-        counts: Training rows in each bin, or with each id from 0 on, and at the end without a value; empty if
-            the rows were not counted.
+        edges: Ascending inner edges of bins over the standardized number or date; empty for forms with ids.
+        counts: Number of training rows per bin, or per id from 0 on, and last the rows without a value; empty
+            if the rows were not counted.
         means: Mean standardized number of the training rows in each bin.
     """
 
@@ -173,7 +173,7 @@ class TableColumn:
         return data_type.simpleString()
 
     def clean(self, values: NumpyArray) -> NumpyArray:
-        """Returns float64 values of the table, NaN if not finite, and times on the clock of the training."""
+        """Replaces non-finite float64 values by NaN, and moves times to the clock of the training."""
         values = np.where(np.isfinite(values), values, np.nan)
         return _on_clock(values, self.zone) if self.zone else values
 

@@ -2,8 +2,7 @@
 
     make bench ARGS="contributions --rows 20000 --columns 10"
 
-The columns are the last ones of `tests/support/mixed_table.py`, and the network is that of `fit` without a
-model.
+The columns are the last ones of `tests/support/mixed_table.py`, and `fit` chooses the network.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def check_losses(training: Trial) -> None:
         if power is not None and (training.config.task == "classification" or (output < 0).any()):
             raise ValueError(
                 f"loss {family_of(name)!r} compares the label with a positive mean, but model "
-                f"{type(training.module).__name__} returns other numbers; end a network for TorchRegressor "
-                "with torch.nn.Softplus or torch.exp, or set another loss"
+                f"{type(training.module).__name__} returns other numbers; use TorchRegressor, and end the "
+                "network with torch.nn.Softplus or torch.exp, or set another loss"
             )
         if training.config.task == "classification" and (reason := NOT_FOR_CLASSES.get(name)):
             raise ValueError(f"loss {name!r} {reason}; take 'cross_entropy' or 'bce_with_logits'")

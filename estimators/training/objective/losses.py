@@ -219,7 +219,7 @@ def _remedy(output: torch.Tensor, label: torch.Tensor) -> str:
 
 
 class PinballLoss:
-    """Mean over the quantiles of the loss that each quantile of the label minimizes, without a factor of 2.
+    """Pinball loss, averaged over the quantiles; for the median it is half of the absolute error.
 
     Koenker and Bassett 1978, "Regression Quantiles".
     """
@@ -231,7 +231,7 @@ class PinballLoss:
         """Maps (batch, quantiles) outputs and (batch,) or (batch, 1) labels to (batch,)."""
         if output.numel() != len(label) * len(self._quantiles) or label.numel() != len(label):
             raise ValueError(
-                f"the loss needs {len(self._quantiles)} quantiles and one label per row, got "
+                f"the pinball loss needs {len(self._quantiles)} outputs and one label per row, got "
                 f"{tuple(output.shape)} and {tuple(label.shape)}; set quantiles, or give one label"
             )
         output = _at_least_fp32(output).reshape(len(label), len(self._quantiles))
@@ -299,7 +299,7 @@ LOSSES: dict[str, RowLoss] = {
     "bce_with_logits_per_member": MemberLoss(ElementLoss(nn.BCEWithLogitsLoss())),
     "mse": ElementLoss(nn.MSELoss()),
     "mse_per_member": MemberLoss(ElementLoss(nn.MSELoss())),
-    # Of the median; the setting quantiles makes it the loss of other quantiles.
+    # For the median; with the setting quantiles, `resolve_loss` returns the loss of these quantiles.
     "pinball_per_member": MemberLoss(PinballLoss((0.5,))),
     "l1": ElementLoss(nn.L1Loss()),
     "huber": ElementLoss(nn.HuberLoss()),

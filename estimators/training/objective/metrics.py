@@ -40,7 +40,7 @@ class MetricInfo:
 
     Attributes:
         make: Number of classes -> a metric with torchmetrics' protocol.
-        higher_is_better: None if neither is better.
+        higher_is_better: None if neither a higher nor a lower value is better.
         takes: Arguments of its `update`.
         finish: Computes the value of a merged metric.
     """
@@ -145,7 +145,7 @@ METRICS |= {
     "r2": MetricInfo(task="regression", make=lambda num_classes: R2(), takes="values"),
     **{f"{family}_deviance": _deviance(power) for family, power in POWERS.items()},
     "pinball_loss": _mean("regression", "pinball_losses"),
-    # Of the labels between the lowest and the highest quantile.
+    # Share of the labels between the lowest and the highest quantile.
     "coverage": _mean("regression", "covered", higher_is_better=None),
 }
 
@@ -160,7 +160,8 @@ def metric_info(name: str) -> MetricInfo:
 def check_metrics(names: Sequence[str], task: str, num_quantiles: int = 0) -> None:
     """Raises ValueError if a name is unknown, given twice or for another task, or torchmetrics is missing.
 
-    `task` is "classification", "regression", or "any", which accepts both. Some metrics need quantiles.
+    `task` is "classification", "regression", or "any", which accepts both.
+    `num_quantiles` is the number of predicted quantiles.
     """
     for name in names:
         info = metric_info(name)
@@ -172,7 +173,7 @@ def check_metrics(names: Sequence[str], task: str, num_quantiles: int = 0) -> No
         if num_quantiles < (least := _NEEDED_QUANTILES.get(name, 0)):
             raise ValueError(
                 f"the metric {name!r} needs at least {least} quantiles, and the network predicts "
-                f"{num_quantiles}; set quantiles of TorchRegressor, or drop it from metrics"
+                f"{num_quantiles}; set quantiles of TorchRegressor, or drop the metric"
             )
     if names and find_spec("torchmetrics") is None:
         raise ValueError(

@@ -138,8 +138,8 @@ class Offset(Section):
 
     offset_col: str | None = setting(
         None,
-        "column that is added to the network's output before the link, such as the logarithm of an exposure; "
-        "unset or empty: none",
+        "numeric column that is added to the network's output before the link function, such as the "
+        "logarithm of an exposure; unset or empty: none",
         empty_is_unset=True,
     )
 
@@ -175,8 +175,8 @@ class Columns(Section):
 
     monotone: dict[str, str] | None = setting(
         None,
-        "numbers of a table, by column, with which the prediction never falls ('increasing') or never rises "
-        "('decreasing')",
+        "dict from a numeric column of a table to 'increasing' or 'decreasing': if the number rises, the "
+        "prediction never falls, or never rises",
         convert=_directions,
     )
     columns: dict[str, Any] | None = setting(
@@ -241,7 +241,7 @@ class Prediction(Section):
     contributions_col: str | None = setting(
         None,
         "vector column with the contribution of each column of a table to the prediction, and at the end the "
-        "prediction of the baseline row; unset or empty: none",
+        "prediction for a baseline row; unset or empty: none",
         empty_is_unset=True,
     )
     # With this batch size, the activations of a layer with a few hundred units fit into a core's cache.
@@ -286,8 +286,8 @@ class Regression(Section):
 
     quantiles: _Quantiles | None = setting(
         None,
-        "probabilities, such as (0.1, 0.5, 0.9): a network for a table learns these quantiles of the label; "
-        "unset: the mean",
+        "quantiles of the label that a network for a table predicts, as probabilities such as (0.1, 0.5, "
+        "0.9); unset: it predicts the mean",
         field="quantiles",
     )
     quantiles_col: str = setting("quantiles", "column of the predicted quantiles, a vector; empty: none")
@@ -301,7 +301,8 @@ class Regression(Section):
     )
     interval_group_col: str | None = setting(
         None,
-        "column of groups: each one with enough held-out rows has its own correction of the intervals",
+        "column with the group of each row; groups with enough held-out rows get their own interval "
+        "correction",
         empty_is_unset=True,
         without_effect=(lambda given: given["intervals"] is None, "intervals is not set"),
     )
@@ -309,13 +310,13 @@ class Regression(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Corrections(Section):
-    """What a fit has learned about its prediction intervals."""
+    """Corrections of prediction intervals, measured by `fit`."""
 
     GROUP = "prediction"
     ON_DRIVER = True
 
     interval_corrections: dict[str, Any] | None = setting(
         None,
-        "dict that fit sets: 'all' is added to both sides of an interval, and 'groups' has other "
-        "corrections by group",
+        "dict that fit sets, in the label's unit: 'all' widens an interval on each side, and 'groups' has "
+        "the corrections of single groups",
     )

@@ -123,8 +123,8 @@ class HeldOut:
 
     Attributes:
         drift: Drift of each column of a table, the largest first.
-        contributions: Contributions of each column of a table to the predictions of a few rows, (rows,); ""
-            has the numbers of the baseline row.
+        contributions: Contributions of each column of a table to the predictions of a few rows, (rows,); the
+            key "" has the prediction for the baseline row.
     """
 
     classes: ClassFindings | None = None

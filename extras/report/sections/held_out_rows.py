@@ -247,12 +247,14 @@ def _contributions(found: HeldOut) -> Table:
     for row, base in enumerate(baseline):
         numbers = {name: float(values[row]) for name, values in columns.items()}
         largest = sorted(numbers, key=lambda name: -abs(numbers[name]))[:MOST_CONTRIBUTIONS]
-        told = ", ".join(f"{shorten(name, 40)} {numbers[name]:+.3g}" for name in largest if numbers[name])
-        rows.append([show(base + sum(numbers.values())), show(float(base)), told])
+        text = ", ".join(f"{shorten(name, 40)} {numbers[name]:+.3g}" for name in largest if numbers[name])
+        rows.append([show(base + sum(numbers.values())), show(float(base)), text])
     what = "prediction"
     if found.classes is not None:
         what = "log-odds of " + (_positive(found.classes) if found.classes.num_classes == 2 else "the class")
-    note = "How much each column adds to the number of a baseline row with medians and most frequent names."
+    note = (
+        "How much each column adds to the prediction for a baseline row of medians and most frequent names."
+    )
     header = [what, "baseline", "largest contributions"]
     return Table(header, rows, words=frozenset({2}), note=note, title="Contributions in a few rows")
 

@@ -182,7 +182,7 @@ def test_a_teacher_that_fails_in_a_worker_says_why(rows: Any, table: Any) -> Non
     values = np.stack(list(table["features"]))
     teacher = SklearnLogisticRegression().fit(np.hstack([values, values]), table["name"])
     with pytest.raises(
-        RuntimeError, match=r"teacher LogisticRegression failed on .*features, but .*; give rows"
+        RuntimeError, match=r"teacher LogisticRegression failed on .*features, but .*; give the columns"
     ):
         _estimator(teacher=teacher).fit(rows)
 

@@ -105,7 +105,7 @@ def test_an_empty_bin_does_not_make_the_index_infinite() -> None:
 
 def test_a_model_without_counts_is_refused() -> None:
     column = Column(name="t", kind=TableRow((NUMBER,)))
-    with pytest.raises(ValueError, match="which a model of an earlier version of ringspark does not have"):
+    with pytest.raises(ValueError, match="which models of earlier versions of ringspark do not have"):
         counted_table(
             [ModelInput(column=column, part=part) for part in (".numbers", ".ids")], "compare_inputs"
         )

@@ -140,7 +140,7 @@ SETTINGS = [
     R("offset: holes", lambda p: p.fit(offsetCol="holey"),
       "'holey' has nulls in 1 of 60", "handleInvalid='skip'"),
     R("offset: an own step", lambda p: unread(p, offsetCol="half", trainingStep=lambda step: None),
-      "offsetCol adds an input to the network, and trainingStep calls", "leave one of them unset"),
+      "offsetCol adds an input to the network, but trainingStep calls", "add its column to inputCols"),
     R("offset: three classes",
       lambda p: p.train(model=ModelSpec("linear", {"in_features": 2, "out_features": 3}), offsetCol="half"),
       "offsetCol shifts a prediction of two classes, but the network returns 3 values", "leave offsetCol"),
