@@ -151,11 +151,13 @@ class MonotoneUnits(Packed):
 
     def forward(self, features: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
         """Maps features (batch, numbers, features) and (members, batch, width) to (members, batch, 1)."""
-        signed = (features * self.signs).flatten(1)  # type: ignore[operator]
+        assert isinstance(self.signs, torch.Tensor)
+        signed = (features * self.signs).flatten(1)
         shifts, gates = self.conditions(free).chunk(2, 2)
         convex, concave = (signed @ self.get("weight").abs() + self.get("bias") + shifts).chunk(2, 2)
         units = torch.cat([convex.clamp_min(0), concave.clamp_max(0)], 2)
-        return (functional.softplus(gates) * units).mean(2, keepdim=True)
+        out: torch.Tensor = (functional.softplus(gates) * units).mean(2, keepdim=True)
+        return out
 
 
 class TabPack(TableNetwork):
