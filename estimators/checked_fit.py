@@ -199,6 +199,7 @@ def check_evaluated(estimator: Any, dataset: DataFrame) -> None:
         # Only the plan of a table says which other columns the model needs.
         inputs = estimator.inputColumns() if estimator.isSet(estimator.inputCols) else []
         labels = estimator._label_columns() if estimator.hasParam("labelCol") else []
+        estimator._find_offset(FieldIndex(dataset.schema, is_case_sensitive(dataset.sparkSession)))
         for name, param in (
             *((each, "labelCol") for each in labels),
             *((each, "inputCols") for each in inputs),

@@ -12,9 +12,12 @@ from typing import Any
 
 from ringspark.estimators.columns.inputs import source_names
 from ringspark.estimators.columns.schema import FieldIndex
+from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.stages.persistence import meaning_of
 from ringspark.estimators.techniques import Technique
 from ringspark.estimators.trained_model import TorchModel
+from ringspark.estimators.training.settings.data import Label, Offset
+from ringspark.estimators.training.settings.setting import settings_of
 from ringspark.models import ModelSpec
 from ringspark.models.program import Program
 from ringspark.pipelines import ShardManifest, storage
@@ -151,22 +154,22 @@ def load_model(cls: type[TorchModel], path: str, setting: str) -> TorchModel:
 
 
 def _take_label(estimator: Any, model: TorchModel) -> None:
-    if not model.hasParam("labelCol") or estimator.getLabelCol() == model.getOrDefault("labelCol"):
-        return
-    if estimator.isSet(estimator.labelCol):
-        raise ValueError(
-            f"initialModel predicts the label {model.getOrDefault('labelCol')!r}, and labelCol is "
-            f"{estimator.getLabelCol()!r}; set labelCol to the model's, {OR_NEW}"
-        )
-    estimator._set(labelCol=model.getOrDefault("labelCol"))
+    for name in settings_of(Label, Offset):
+        if not model.hasParam(name) or (theirs := value_of(model, name)) == value_of(estimator, name):
+            continue
+        if estimator.isSet(name):
+            raise ValueError(
+                f"initialModel has {name} {theirs!r}, and the estimator has {value_of(estimator, name)!r}; "
+                f"set {name} to the model's, {OR_NEW}"
+            )
+        estimator._set(**{name: theirs})
 
 
 def _take_inputs(estimator: Any, model: TorchModel) -> None:
     wanted = model.inputColumns()
     if not estimator.isSet(estimator.inputCols) and not estimator.isSet(estimator.featuresCol):
-        estimator._set(
-            **({"inputCols": wanted} if model.isSet(model.inputCols) else {"featuresCol": wanted[0]})
-        )
+        name = "inputCols" if model.isSet(model.inputCols) else "featuresCol"
+        estimator._set(**{name: model.getOrDefault(name)})
     if estimator.inputColumns() != wanted:
         raise ValueError(
             f"initialModel takes the columns {wanted}, and the estimator has {estimator.inputColumns()}; "

@@ -69,6 +69,11 @@ class PreparedFit:
         if self.plan is not None:
             storage.write_atomic(storage.join(uri, run_layout.TABLE), self.plan.to_json().encode())
 
+    def complete_model(self, model: Any) -> None:
+        """Calls the techniques' `complete_model`, for results that need the trained model and the rows."""
+        for technique in techniques_in(self.estimator):
+            technique.complete_model(model, self)
+
     def complete(self, changed: Any, names: Collection[str]) -> Any:
         """Returns `changed` with the network and the recipe for the table.
 
@@ -128,7 +133,8 @@ def prepare_fit(
             copy.clear(param)
         copy._set(validationIndicatorCol=split.indicator)
         fit = PreparedFit(copy, split.dataset)
-    return fit if plans.is_dry_run else add_columns(fit)
+    # If the settings alone decide the fit, `prepare_checked` adds the columns once.
+    return fit if plans.is_dry_run and fit.dataset is dataset else add_columns(fit)
 
 
 def add_columns(fit: PreparedFit) -> PreparedFit:

@@ -5,8 +5,8 @@ At each point of a fit, the core calls the hooks of the techniques that the sett
 `extras/<folder>/technique.py`.
 
 `techniques_in(estimator)` finds techniques by `Registered.param`. It serves the hooks that get the estimator,
-and `prepare`, `complete_config`, `check_columns` and `settle`. `techniques_of(config)` finds techniques by
-`Registered.field`, and serves all other hooks.
+and `prepare`, `wrap_network`, `complete_config`, `check_columns`, `settle` and `complete_model`.
+`techniques_of(config)` finds techniques by `Registered.field`, and serves all other hooks.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ class Technique:
     def output_columns(self, estimator: Any) -> list[str]:
         """Returns the names of columns that the model adds to the outputs."""
         return []
+
+    def wrap_network(self, model: Any, given: Mapping[str, Any], task: str) -> Any:
+        """Returns the network to train, a `ModelSpec` or a module; `given` are the settings by name."""
+        return model
 
     def complete_config(self, config: Any, objects: Any, given: Mapping[str, Any]) -> Any:
         """Checks the settings `given`, by name, of which the config was made; returns the config."""
@@ -144,6 +148,9 @@ class Technique:
 
     # ---- On the driver, after the training.
 
+    def complete_model(self, model: Any, fit: Any) -> None:
+        """Adds results to the trained model; `fit` is the `PreparedFit`."""
+
     def finish(self, run_uri: str) -> None:
         """Completes the files of a finished run."""
 
@@ -195,16 +202,21 @@ def _extra(path: str, **more: Any) -> Registered:
 # In the order in which their hooks are called.
 TECHNIQUES: dict[str, Registered] = {
     "initial_model": Registered(path="ringspark.estimators.initial_model:InitialModel", param="initialModel"),
+    "offset": _extra("offset.technique:Offset", param="offsetCol", when=bool),
     "own_code": _extra("own_code.technique:OwnCode", field="num_workers", when=bool, is_optional=True),
     "training_steps": _extra(
         "training_steps.technique:TrainingStep", field="training_step", param="trainingStep"
     ),
     "model_parallel": _extra("model_parallel.technique:ModelParallelism", field="cuts_network"),
     "distillation": _extra("distillation.technique:Distillation", field="soft_label_column", param="teacher"),
+    "quantiles": _extra("quantiles.technique:Quantiles", param="quantiles"),
+    "intervals": _extra("quantiles.technique:Intervals", param="intervals"),
+    "monotone": _extra("tables.monotone:Monotone", param="monotone", when=bool),
     "network_losses": _extra("network_losses.technique:NetworkLosses", field="differentiates_twice"),
     "privacy": _extra("privacy.technique:DifferentialPrivacy", field="privacy", param="privacy"),
     "activations": _extra("activations.technique:SavedActivations", field="changes_saved_tensors"),
     "inner_columns": _extra("inner_columns:InnerColumns", param="innerCols", when=bool),
+    "contributions": _extra("tables.contributions:ContributionsColumn", param="contributionsCol"),
     "timeline": _extra("timeline.technique:StepTimeline", field="timeline_every_steps"),
     "certificate": _extra("certificate.technique:CertifiedRun", field="certify", param="certify"),
     "automatic_mesh": _extra(
@@ -241,6 +253,8 @@ FUNCTIONS: LazyRegistry[Any] = LazyRegistry(
         "held_out_report": "ringspark.extras.report.held_out.held_out_report:HeldOutReport",
         "compare_on_rows": "ringspark.extras.precision_difference:compare_on_rows",
         "compare_on_shards": "ringspark.extras.precision_difference:compare_on_shards",
+        "compare_inputs": "ringspark.extras.tables.drift:compare_inputs",
+        "contributions": "ringspark.extras.tables.contributions:contribution_results",
         "complete_table": "ringspark.extras.tables.recipe:complete_table",
         "export_model": "ringspark.extras.export.export:export_model",
         "fit_on_delta": f"{_IN_PLACE}.fits:fit_on_delta",
@@ -251,6 +265,9 @@ FUNCTIONS: LazyRegistry[Any] = LazyRegistry(
         "keep_source": f"{_IN_PLACE}.fits:keep_source",
         "noise_meter": "ringspark.extras.tuning.noise_scale:NoiseMeter",
         "offload_to_disk": "ringspark.extras.disk_offload:offload_to_disk",
+        "add_intervals": "ringspark.extras.quantiles.outputs:add_intervals",
+        "interval_fields": "ringspark.extras.quantiles.outputs:interval_fields",
+        "quantile_outputs": "ringspark.extras.quantiles.outputs:quantile_outputs",
         "plan_least": "ringspark.extras.planning.memory.plan:plan_least",
         "make_samples": "ringspark.extras.export.samples:make_samples",
         "record_module": "ringspark.extras.export.samples:record_module",

@@ -35,7 +35,9 @@ from ringspark.estimators.stages.params import (
     EstimatorKeywords,
     LabelParams,
     MultiLabelParams,
+    OffsetParams,
     RegressorKeywords,
+    RegressorParams,
 )
 from ringspark.estimators.stages.persistence import StageReader, StageWriter
 from ringspark.estimators.stages.storage_root import active_session, storage_root
@@ -49,6 +51,7 @@ from ringspark.estimators.tracking.watcher import RunWatcher
 from ringspark.estimators.training.check.training import CheckedTraining
 from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.worker import FinishedRun, TrainResult
+from ringspark.models import ModelSpec
 from ringspark.models.meta_device import copy_to_meta
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.spark_paths import resolve, to_spark_uri
@@ -164,7 +167,7 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
                 # The shards stay until the run has ended.
                 manifest = stack.enter_context(shards.shards(fit.data))
                 stack.enter_context(run.guarded())
-            model = prepared.estimator._train_on(spark, run, fit, manifest)
+            model = prepared.estimator._train_on(spark, run, fit, manifest, prepared)
             return cast(M, model._describe_columns(prepared.uses))
 
     def _run_uri(self, spark: SparkSession) -> str | None:
@@ -179,7 +182,15 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
     def _run_folder(self, root: str) -> RunFolder:
         return RunFolder.new(root) if self.getRunUri() is None else RunFolder.given(root, self.getResume())
 
-    def _train_on(self, spark: SparkSession, run: RunFolder, fit: CheckedFit, manifest: ShardManifest) -> M:
+    def _train_on(
+        self,
+        spark: SparkSession,
+        run: RunFolder,
+        fit: CheckedFit,
+        manifest: ShardManifest,
+        prepared: PreparedFit | None = None,
+    ) -> M:
+        """Trains on shards. Given `prepared`, the fit that wrote them, techniques also complete the model."""
         training = fit.with_rows(self, spark, run, manifest)
         config = training.config
         changes = run.begin(config, identity_of(config, fit.objects, manifest))
@@ -222,6 +233,9 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
             else:
                 last = run.last_config() or config
             model = self._trained_model(spark, run, fit, training, finished)
+            if prepared is not None:
+                # Before trackers log the model.
+                prepared.complete_model(model)
             # Also cleans a finished run whose earlier driver died before this line.
             run.clean(keeps_checkpoints=last.keeps_state, keeps_all=last.certify)
             watcher.end(RunEnd(status="finished", model=model))
@@ -258,9 +272,9 @@ class _TorchEstimator(_EstimatorParams, Estimator, MLWritable, MLReadable[Any], 
         # The model also gets the parent's uid, like every Spark ML model.
         model._resetUid(self.uid)
         self._copyValues(model)
-        if fit.objects.module is not None:
-            # Later changes of the user's module must not affect this model.
-            model._set(model=copy_to_meta(fit.objects.module))
+        # Later changes of the user's module must not affect this model.
+        own = fit.objects.module
+        model._set(model=ModelSpec.from_json(config.model or "") if own is None else copy_to_meta(own))
         model._compare_on_shards(spark, training)
         return cast(M, model)
 
@@ -311,7 +325,7 @@ class TorchEstimator(EstimatorKeywords, _TorchEstimator[TorchModel], MultiLabelP
 
 
 class TorchClassifier(
-    ClassifierKeywords, _TorchEstimator[TorchClassificationModel], LabelParams, ClassifierParams
+    ClassifierKeywords, _TorchEstimator[TorchClassificationModel], LabelParams, OffsetParams, ClassifierParams
 ):
     """Trains a network to predict classes 0..n-1.
 
@@ -336,7 +350,9 @@ class TorchClassifier(
             check_thresholds(thresholds, max(2, shape[-1] if shape else 1))
 
 
-class TorchRegressor(RegressorKeywords, _TorchEstimator[TorchRegressionModel], LabelParams):
+class TorchRegressor(
+    RegressorKeywords, _TorchEstimator[TorchRegressionModel], LabelParams, OffsetParams, RegressorParams
+):
     """Trains a network to predict numbers: (batch,) or (batch, 1), or (batch, k) for array labels."""
 
     _task: Task = "regression"

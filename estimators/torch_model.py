@@ -18,7 +18,7 @@ from ringspark.estimators.columns.schema import find_field
 from ringspark.estimators.inference.evaluate import Evaluation
 from ringspark.estimators.inference.results import Classes, Results, Values
 from ringspark.estimators.stages.model_params import check_free, check_thresholds
-from ringspark.estimators.stages.params import ClassifierParams, EvaluatedParams
+from ringspark.estimators.stages.params import ClassifierParams, EvaluatedParams, RegressionModelParams
 from ringspark.estimators.techniques import FUNCTIONS
 from ringspark.estimators.trained_model import TorchModel
 from ringspark.estimators.training.objective.metrics import Task, check_metrics
@@ -50,7 +50,7 @@ class _EvaluatedModel(TorchModel, EvaluatedParams):
             raise ValueError("evaluate needs metrics; fit with metrics=[...], or set them by setMetrics")
         own = {name: metric for name, metric in metrics.items() if not isinstance(metric, str)}
         check_own_tasks(own, self._task)
-        check_metrics([name for name in metrics if name not in own], self._task)
+        check_metrics([name for name in metrics if name not in own], self._task, len(self._quantiles))
         label, numbers = self._label(dataset.schema, exact)
         evaluation = self._evaluation(label, list(metrics)).with_own(own)
         labelled = dataset.withColumn(_LABEL, numbers)
@@ -122,16 +122,48 @@ class _EvaluatedModel(TorchModel, EvaluatedParams):
             ignored=self._ignored_label,
             output_shape=self._output_shapes[0],
             whole_labels=is_whole(label.dataType) or bool(self._labels),
+            quantiles=self._quantiles,
         )
+
+    @property
+    def _quantiles(self) -> tuple[float, ...]:
+        """Probabilities of the quantiles that the network returns; empty if it returns none."""
+        return ()
 
     def _classes_or_none(self) -> Classes | None:
         return None
 
 
-class TorchRegressionModel(_EvaluatedModel):
-    """Made by `TorchRegressor`; the prediction is a double, or an array of doubles for array labels."""
+class TorchRegressionModel(_EvaluatedModel, RegressionModelParams):
+    """Made by `TorchRegressor`; the prediction is a double, or an array of doubles for array labels.
+
+    With `quantiles`, the prediction is the quantile nearest to the median, the lower one of two, and
+    `quantilesCol` has all. With `intervals`, `intervalCol` has prediction intervals.
+    """
 
     _task = "regression"
+
+    def transformSchema(self, schema: StructType) -> StructType:
+        found = super().transformSchema(schema)
+        if self.getIntervals() is not None:
+            found = FUNCTIONS["interval_fields"](self, found)
+        return found
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        if self.getIntervals() is None:
+            return super()._transform(dataset)
+        found: DataFrame = FUNCTIONS["add_intervals"](self, dataset, super()._transform)
+        return found
+
+    @property
+    def _quantiles(self) -> tuple[float, ...]:
+        return tuple(self.getQuantiles() or ())
+
+    def _outputs(self) -> tuple[list[str], Results]:
+        if not self._quantiles and self.getIntervals() is None:
+            return super()._outputs()
+        found: tuple[list[str], Results] = FUNCTIONS["quantile_outputs"](self)
+        return found
 
     def predict(self, features: Any) -> float | list[float]:
         """Returns the prediction for one feature vector without a Spark job."""
@@ -185,7 +217,7 @@ class TorchClassificationModel(_EvaluatedModel, ClassifierParams):
         # The names are made from the column of class numbers.
         if not self._labels or not name or not self.getPredictionCol():
             return []
-        check_free(schema, [name, *(given for given in self._outputs()[0] if given)], exact)
+        check_free(schema, [name, *(given for given in self._all_outputs()[0] if given)], exact)
         return [StructField(name, StringType())]
 
     def _classes_or_none(self) -> Classes | None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import pandas as pd
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -27,6 +28,7 @@ from ringspark.estimators.columns.inputs import (
     shared_columns,
     source_columns,
 )
+from ringspark.estimators.columns.schema import FieldIndex
 from ringspark.estimators.inference.local_inputs import make_row, num_features
 from ringspark.estimators.inference.pandas_batches import make_columns
 from ringspark.estimators.inference.precision import PrecisionDifference
@@ -53,7 +55,7 @@ from ringspark.models.program import NoProgramError, Program
 from ringspark.pipelines import storage
 from ringspark.pipelines.column_use import ColumnUse
 from ringspark.pipelines.columns import Column as ShardColumn
-from ringspark.pipelines.columns import check_frame, is_case_sensitive
+from ringspark.pipelines.columns import check_batch, check_frame, is_case_sensitive
 from ringspark.pipelines.kinds import Struct, Vocabulary
 from ringspark.pipelines.local_python import choose_python
 
@@ -165,6 +167,22 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         predictor = replace(predictor, keeps_rows=len(columns) > len(bound))
         found: PrecisionDifference = FUNCTIONS["compare_on_rows"](dataset, predictor, columns)
         return found
+
+    def compare_inputs(self, dataset: DataFrame) -> pd.DataFrame:
+        """Returns how far each column of a table is from its training rows, the largest drift first.
+
+        Runs one Spark job. `extras.tables.drift.ColumnDrift` describes the columns of the result.
+        """
+        check_batch(dataset, "compare_inputs")
+        bound = self._bind(dataset.schema, is_case_sensitive(dataset.sparkSession))
+        found: pd.DataFrame = FUNCTIONS["compare_inputs"](dataset, self._inputs, to_column(bound[0].values))
+        return found
+
+    def contributionColumns(self) -> list[str]:
+        """Returns the table's columns in the order of `contributionsCol`, which ends with the baseline."""
+        own = self._outputs()[1]
+        names: list[str] = FUNCTIONS["contributions"](own, own, self._inputs).kind.sources
+        return names
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes one HTML page about the training to the file `path` on any store."""
@@ -310,6 +328,7 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     def _bind(self, schema: StructType, exact: bool) -> list[BoundInput]:
         self._trained()  # refuses a model that was never fitted
+        self._find_offset(FieldIndex(schema, exact))  # its error names the setting
         fields = source_columns(self._inputs, self.inputColumns(), schema, exact)
         return [bind(item, field) for item, field in zip(self._inputs, fields, strict=True)]
 
@@ -319,15 +338,19 @@ class TorchModel(_ModelParams, Model, MLWritable, MLReadable["TorchModel"]):
         return self.predictionColumns(len(self._output_shapes)), values
 
     def _all_outputs(self) -> tuple[list[str], Results]:
-        """Returns the result of `_outputs`, with the columns of inner modules."""
-        (names, results), columns = self._outputs(), self.getInnerCols() or {}
-        if not columns:
-            return names, results
-        key = self._trained().info().checkpoint_id, tuple(columns)
-        if key not in self._inner:
-            samples = FUNCTIONS["make_samples"](self._inputs, self.getTransformInPrediction())
-            self._inner = {key: FUNCTIONS["measure_inner"](self.module(), list(columns), samples)}
-        return [*names, *columns.values()], FUNCTIONS["inner_results"](base=results, inner=self._inner[key])
+        """Returns the result of `_outputs`, with the columns of `innerCols` and `contributionsCol`."""
+        (names, own), columns = self._outputs(), self.getInnerCols() or {}
+        results = own
+        if columns:
+            key = self._trained().info().checkpoint_id, tuple(columns)
+            if key not in self._inner:
+                samples = FUNCTIONS["make_samples"](self._inputs, self.getTransformInPrediction())
+                self._inner = {key: FUNCTIONS["measure_inner"](self.module(), list(columns), samples)}
+            names = [*names, *columns.values()]
+            results = FUNCTIONS["inner_results"](base=results, inner=self._inner[key])
+        if name := self.getContributionsCol():
+            names, results = [*names, name], FUNCTIONS["contributions"](results, own, self._inputs)
+        return names, results
 
     def _predictor(self, feeds: Sequence[Any] = (), results: Results | None = None) -> Predictor:
         self._check_precision()

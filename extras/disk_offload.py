@@ -9,18 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-
-class TensorSource(Protocol):
-    def read(self, name: str) -> torch.Tensor:
-        """Returns the tensor on the CPU; each call returns a new tensor."""
-
-    def announce(self, name: str) -> None:
-        """Starts to prefetch the whole tensor; returns at once."""
+from ringspark.estimators.training.checkpoint.streamed_file import StreamedFile
 
 
 class FetchedTensors(dict[str, Any]):
@@ -58,7 +52,7 @@ class FetchedTensors(dict[str, Any]):
         super().__delitem__(key)
 
 
-def offload_to_disk(module: nn.Module, source: TensorSource, device: torch.device | str = "cpu") -> None:
+def offload_to_disk(module: nn.Module, source: StreamedFile, device: torch.device | str = "cpu") -> None:
     """Makes a meta-device module fetch its meta tensors to `device` whenever it uses them.
 
     Raises:
@@ -104,7 +98,7 @@ def offload_to_disk(module: nn.Module, source: TensorSource, device: torch.devic
 
 
 def _reader(
-    source: TensorSource, name: str, meta: torch.Tensor, device: torch.device | str
+    source: StreamedFile, name: str, meta: torch.Tensor, device: torch.device | str
 ) -> Callable[[], torch.Tensor]:
     dtype, needs_gradient = meta.dtype, meta.requires_grad
     is_parameter = isinstance(meta, nn.Parameter)
@@ -149,7 +143,7 @@ class _Prefetcher:
     not prefetched, because a batch uses few of their rows.
     """
 
-    def __init__(self, source: TensorSource, embeddings: set[str]) -> None:
+    def __init__(self, source: StreamedFile, embeddings: set[str]) -> None:
         self._source, self._embeddings = source, embeddings
         self._following: dict[str, str] = {}
         self._last: str | None = None

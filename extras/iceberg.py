@@ -22,8 +22,7 @@ from ringspark.extras.external_tables.in_place.delta import parse_time
 from ringspark.extras.external_tables.in_place.file_scan import FIELD_ID
 from ringspark.extras.external_tables.in_place.listing import Int64Array, Listing
 from ringspark.pipelines import storage
-from ringspark.pipelines.source_files import path_states
-from ringspark.pipelines.table_files import TableSource
+from ringspark.pipelines.table_files import TableSource, path_states
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

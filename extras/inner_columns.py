@@ -17,11 +17,12 @@ from pyspark.sql.types import DataType
 from torch import nn
 
 from ringspark.estimators.inference.precision import ReducedNetwork
-from ringspark.estimators.inference.results import Results
+from ringspark.estimators.inference.results import Forward, Results
 from ringspark.estimators.names import nearest
 from ringspark.estimators.techniques import Technique
 from ringspark.estimators.training.batch_transforms import PreparedNetwork
 from ringspark.estimators.training.feed import Array
+from ringspark.extras.offset.network import OffsetNetwork
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
 from ringspark.models.program import Program
@@ -63,11 +64,16 @@ class InnerResults(Results):
         return [*self.base.arrays(own), *inner]
 
     @contextmanager
-    def capture(self, module: nn.Module) -> Iterator[Callable[[], list[torch.Tensor]]]:
-        while isinstance(module, PreparedNetwork | ReducedNetwork):
-            module = module.network
-        with keep_outputs(module, [value.module for value in self.inner]) as found:
-            yield lambda: [found[value.module].movedim(value.rows_dim, 0) for value in self.inner]
+    def forward(self, module: nn.Module) -> Iterator[Forward]:
+        owner = module
+        while isinstance(owner, PreparedNetwork | ReducedNetwork):
+            owner = owner.network
+        names = [value.module for value in self.inner]
+        with self.base.forward(module) as run, keep_outputs(owner, names) as found:
+            yield lambda inputs: [
+                *run(inputs),
+                *(found[value.module].movedim(value.rows_dim, 0) for value in self.inner),
+            ]
 
 
 class InnerColumns(Technique):
@@ -85,6 +91,8 @@ def check_modules(model: ModelSpec | nn.Module, names: Mapping[str, str]) -> Non
 
 
 def find_module(network: nn.Module, name: str) -> nn.Module:
+    if isinstance(network, OffsetNetwork):
+        network = network.network
     known: dict[str, nn.Module] = dict(network.named_modules())
     if isinstance(network, Program):
         known = {name: module for name, (module, _) in network.inner.items()}

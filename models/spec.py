@@ -115,6 +115,9 @@ class ModelSpec:
         Nothing is imported. Any folder on `sys.path` can be imported as a namespace package, so a target such
         as `model.weights.net` might run a file among the saved data.
         """
+        for value in self.kwargs.values():
+            if isinstance(value, dict) and isinstance(target := value.get("target"), str):
+                ModelSpec(target).check_apart(folder)  # a network in a wrapper
         if self.target in MODELS:
             return
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -34,7 +33,6 @@ from ringspark.pipelines.table_files import (
 from ringspark.pipelines.typed_json import record, versioned
 
 FORMAT_VERSION = 3
-_DIGEST_BLOCK = 1 << 20
 _DATALOADER = "ringspark.extras.dataloader"
 MANIFEST_NAME = "manifest.json"
 
@@ -333,14 +331,11 @@ class ShardManifest:
         if file.table is not None:
             return None  # has no digest; its state was compared
         uri = storage.join(self.files_uri, file.path)
-        digest = hashlib.sha256()
         try:
-            with storage.store_errors(uri), storage.open_file(uri) as source:
-                while block := source.read(_DIGEST_BLOCK):
-                    digest.update(block)
+            found = storage.sha256(uri)
         except OSError as error:
             return f"shard file {uri!r} cannot be read ({error})"
-        if digest.hexdigest() != file.sha256:
+        if found != file.sha256:
             return f"shard file {uri!r} differs from the bytes that were written"
         return None
 

@@ -8,10 +8,11 @@ itself repeats small requests; `readers.retry` repeats reads.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import IO, Any, cast
@@ -25,6 +26,9 @@ _ATOMIC_PUT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"}
 
 # Scheme -> module that opens the store better than fsspec alone.
 _CLIENTS = {"hdfs": "ringspark.extras.stores.hdfs"}
+
+# Bytes of a file in memory at a time.
+_BLOCK_BYTES = 4 << 20
 
 # Client errors that a retry cannot cure.
 _NO_ACCESS = {"NoCredentialsError", "PartialCredentialsError", "ClientAuthenticationError", "ProfileNotFound"}
@@ -227,6 +231,16 @@ def read_bytes(uri: str) -> bytes:
     fs.invalidate_cache()
     with store_errors(uri):
         return cast(bytes, fs.cat_file(path))
+
+
+def sha256(uri: str, tick: Callable[[], None] = lambda: None) -> str:
+    """Returns the SHA-256 of a file in hexadecimal; calls `tick` after each block."""
+    digest = hashlib.sha256()
+    with store_errors(uri), open_file(uri) as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            tick()
+    return digest.hexdigest()
 
 
 def exists(uri: str) -> bool:

@@ -32,6 +32,7 @@ class Evaluation:
         num_classes: Number of classes; None for a regression.
         ignored: Rows with this label do not count; see `Head.ignored`.
         whole_labels: Whether the user's metrics get int64 labels, as in the training.
+        quantiles: Probabilities of the quantiles that the output holds; empty if it holds none.
         own: Pickled dict of the user's metrics: name -> (metric, whether it is a function of single rows).
     """
 
@@ -42,6 +43,7 @@ class Evaluation:
     ignored: int | None = None
     output_shape: tuple[int, ...] = ()
     whole_labels: bool = False
+    quantiles: tuple[float, ...] = ()
     own: bytes = b""
 
     def with_own(self, metrics: Mapping[str, Any]) -> Evaluation:
@@ -52,7 +54,7 @@ class Evaluation:
         # A length that no dimension of the output has, so that a metric cannot mistake one for rows.
         rows = next(n for n in count(classes + 1) if n not in (self.width, *self.output_shape))
         numbers = torch.arange(rows) % classes
-        labels = numbers if self.num_classes is not None else numbers[:, None].expand(rows, self.width)
+        labels = numbers[:, None].expand(rows, self._label_width)
         output, label = self._own_arguments(torch.zeros(rows, self.width), labels)
         found = {name: (m, try_metric(name, m, [output], [label]).per_row) for name, m in metrics.items()}
         return replace(self, own=user_code.dumps(found))
@@ -70,7 +72,11 @@ class Evaluation:
 
     def _metrics(self) -> MetricSet:
         own = user_code.loads(self.own) if self.own else {}
-        return MetricSet(self.names, self.width, torch.device("cpu"), self.ignored, own)
+        return MetricSet(self.names, self.width, torch.device("cpu"), self.ignored, own, self.quantiles)
+
+    @property
+    def _label_width(self) -> int:
+        return self.width if self.num_classes is None and not self.quantiles else 1
 
     def _in_task(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         metrics, problem = self._metrics(), None
@@ -101,7 +107,7 @@ class Evaluation:
         given, counts = _numbers(labels)
         if np.isnan(given).any():
             return given, f"labelCol {self.label!r} has a null or NaN; fill or drop such rows before evaluate"
-        expected = self.width if self.num_classes is None else 1
+        expected = self._label_width
         if (counts != expected).any():
             # Checked per row: rows of 2 and 4 numbers have as many numbers as two rows of 3.
             return given, (

@@ -20,7 +20,6 @@ from ringspark.estimators.training.feed import Array
 from ringspark.estimators.training.settings.choices import InferencePrecision, WeightOffload
 from ringspark.models import ModelSpec
 from ringspark.models.meta_device import build_on_meta
-from ringspark.models.outputs import as_outputs
 from ringspark.models.process_state import print_any_text
 
 if TYPE_CHECKING:
@@ -76,14 +75,13 @@ class Predictor:
         widths = (*self.output_widths, *self.results.inner_widths)
         outputs = np.empty((num_rows, sum(widths)), dtype=np.float64)
         # Not `inference_mode`, whose tensors a forward pass that differentiates cannot use.
-        with torch.no_grad(), print_any_text(), self.results.capture(module) as inner:
+        with torch.no_grad(), print_any_text(), self.results.forward(module) as forward:
             for start in range(0, num_rows, self.batch_size):
                 stop = min(start + self.batch_size, num_rows)
                 rows = slice_rows(columns, self.layout, start, stop)
                 inputs = [torch.from_numpy(column).to(device) for column in rows]
                 left = 0
-                given = [*as_outputs(module(*inputs)), *inner()]
-                for width, output in zip(widths, given, strict=True):
+                for width, output in zip(widths, forward(inputs), strict=True):
                     # Converted to float64 here, because fp32 would round whole numbers beyond 2^24.
                     values = output.cpu().double().reshape(stop - start, width)
                     outputs[start:stop, left : left + width] = values.numpy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +17,7 @@ from torch import nn
 
 from ringspark.estimators.training.feed import Array
 from ringspark.models import class_scores
+from ringspark.models.outputs import as_outputs
 from ringspark.pipelines.kinds.base import list_type, make_lists
 
 # Exactly `VectorUDT.sqlType()`: Arrow cannot cast to fields without nulls if a row is null.
@@ -26,6 +27,8 @@ _VECTOR_PARTS = [
     pa.field("indices", list_type("int32")),
     pa.field("values", list_type("float64")),
 ]
+
+Forward = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 class Results(ABC):
@@ -50,14 +53,14 @@ class Results(ABC):
         """
 
     inner_widths: tuple[int, ...] = ()
-    """Values per row of inner modules, whose outputs follow the outputs of the network."""
+    """Values per row of the results after the network's outputs, such as outputs of inner modules."""
 
     has_classes = False
     """Whether the last column is the predicted class."""
 
-    def capture(self, module: nn.Module) -> AbstractContextManager[Callable[[], list[torch.Tensor]]]:
-        """Yields a function that returns the inner modules' outputs, (rows, ...), after each pass."""
-        return nullcontext(list)
+    def forward(self, module: nn.Module) -> AbstractContextManager[Forward]:
+        """Yields a function that maps inputs to outputs, each (rows, ...), with `inner_widths` last."""
+        return nullcontext(lambda inputs: [*as_outputs(module(*inputs))])
 
     def comparable(self, outputs: Array) -> Array:
         """Returns the numbers that show how much two precisions differ, (rows, values)."""

@@ -8,7 +8,6 @@ driver took over the run.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 from concurrent.futures import Executor
@@ -26,8 +25,6 @@ from ringspark.pipelines.typed_json import parse_object, record
 LONGEST_INTERVAL_SECONDS = 5.0
 # Short, to leave quickly when the parent dies or the work is done.
 _TICK_SECONDS = 0.25
-
-_logger = logging.getLogger(__name__)
 
 
 def interval_seconds(timeout_seconds: float) -> float:

@@ -24,8 +24,9 @@ from ringspark.pipelines.spark_paths import is_remote
 
 # Losses to the cluster that cost no restart after each new checkpoint; later losses count as failures.
 FREE_LOSSES = 10
-# Spark reports an executor's end a moment after its tasks have ended.
-_WAIT_SECONDS = 6.0
+# Spark reports an executor's end after its tasks have ended: a standalone cluster up to 5 s later
+# (spark.standalone.executorRemoveDelayOnDisconnection), and a busy driver some seconds more.
+_WAIT_SECONDS = 10.0
 # Probe tasks per core, and seconds per task and for all tasks.
 _PROBES, _PROBE_SECONDS, _PROBE_LIMIT_SECONDS = 4, 0.3, 60.0
 # Spark's reason for an executor without tasks, which dynamic allocation gives back.

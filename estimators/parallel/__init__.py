@@ -3,37 +3,36 @@
 from torch import nn
 
 from ringspark.estimators.lazy_imports import LazyRegistry
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, Strategy
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, SyncSettings
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.sync_settings import SyncSettings
 
-STRATEGIES: LazyRegistry[type[Strategy]] = LazyRegistry(
+STRATEGIES: LazyRegistry[type[GradientSync]] = LazyRegistry(
     {
-        "data_parallel": "ringspark.estimators.parallel.data.data_parallel:DataParallel",
-        "compressed": "ringspark.extras.compressors.compressed_all_reduce:CompressedGradients",
-        "cpsgd": "ringspark.extras.compressors.cpsgd:NoisyGradients",
-        "zero1": "ringspark.estimators.parallel.sharded.zero:ShardedOptimizer",
-        "zero2": "ringspark.estimators.parallel.sharded.zero:ShardedGradients",
-        "zero3": "ringspark.estimators.parallel.sharded.fully_sharded:FullySharded",
-        "parameter_server": "ringspark.extras.asynchronous.parameter_server:ParameterServerStrategy",
-        "hogwild": "ringspark.extras.asynchronous.hogwild:HogwildStrategy",
-        "local_average": "ringspark.extras.local_sgd.averaging:LocalAveraging",
-        "diloco": "ringspark.extras.local_sgd.diloco:DiLoCoStrategy",
-        "elastic": "ringspark.extras.local_sgd.elastic:ElasticStrategy",
+        "data_parallel": "ringspark.estimators.parallel.data.gradient_all_reduce:GradientAllReduce",
+        "compressed": "ringspark.extras.compressors.compressed_all_reduce:CompressedAllReduce",
+        "cpsgd": "ringspark.extras.compressors.cpsgd:NoisyAllReduce",
+        "zero1": "ringspark.estimators.parallel.sharded.zero:ZeroSync",
+        "zero2": "ringspark.estimators.parallel.sharded.zero:ZeroGradientSync",
+        "zero3": "ringspark.estimators.parallel.sharded.fully_sharded:FsdpSync",
+        "parameter_server": "ringspark.extras.asynchronous.parameter_server:ServedSync",
+        "hogwild": "ringspark.extras.asynchronous.hogwild:HogwildSync",
+        "local_average": "ringspark.extras.local_sgd.averaging:AveragedWeights",
+        "diloco": "ringspark.extras.local_sgd.diloco:OuterSync",
+        "elastic": "ringspark.extras.local_sgd.elastic:ElasticSync",
     }
 )
 
 _EXPERTS = "ringspark.extras.model_parallel.expert_sync"
 # These replace the strategy of the same name if ranks have different experts.
-EXPERT_STRATEGIES: LazyRegistry[type[Strategy]] = LazyRegistry(
+EXPERT_STRATEGIES: LazyRegistry[type[GradientSync]] = LazyRegistry(
     {
-        "data_parallel": f"{_EXPERTS}:ExpertDataParallel",
-        "zero1": f"{_EXPERTS}:ExpertShardedOptimizer",
-        "zero2": f"{_EXPERTS}:ExpertShardedGradients",
+        "data_parallel": f"{_EXPERTS}:ExpertAllReduce",
+        "zero1": f"{_EXPERTS}:ExpertZeroSync",
+        "zero2": f"{_EXPERTS}:ExpertZeroGradientSync",
     }
 )
 
-__all__ = ["STRATEGIES", "Strategy", "SyncSettings", "synchronize_gradients"]
+__all__ = ["STRATEGIES", "SyncSettings", "synchronize_gradients"]
 
 
 def synchronize_gradients(
@@ -45,7 +44,7 @@ def synchronize_gradients(
         name = settings.sync.strategy
         has_experts = mesh.sizes.get("expert", 1) > 1 and name in EXPERT_STRATEGIES
         strategy = (EXPERT_STRATEGIES if has_experts else STRATEGIES)[name]
-        sync = strategy().prepare(module, make_optimizer, mesh, settings)
+        sync = strategy.prepare(module, make_optimizer, mesh, settings)
     else:
         # A stage of a pipeline whose parameters are all frozen, on every rank that has the stage.
         sync = GradientSync(module, make_optimizer(module))

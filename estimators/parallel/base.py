@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 from torch.random import fork_rng
 
+from ringspark.estimators.options.sync import AllReduce, Sync
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.optimizer_state import (
@@ -20,10 +22,33 @@ from ringspark.estimators.parallel.optimizer_state import (
     parameter_names,
     state_by_name,
 )
-from ringspark.estimators.parallel.sync_settings import SyncSettings
 from ringspark.models.network_copy import restore
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncSettings:
+    """Settings of the gradient synchronization; equal on all ranks except for `device`.
+
+    Attributes:
+        sync: How the ranks agree on their weights; `sync.strategy` is a key of `STRATEGIES`.
+        micro_batches: Largest number of backward passes per optimizer step.
+        noise_scale: Whether `GradientSync.local_square` is computed in each step.
+        seed: Seed of random compressors.
+        timeout_seconds: Longest wait for a rank that takes no step.
+        autocast: Makes the context of a forward pass.
+    """
+
+    sync: Sync = AllReduce()
+    micro_batches: int = 1
+    noise_scale: bool = False
+    seed: int = 0
+    timeout_seconds: float = 600.0
+    device: torch.device = _CPU
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 class Scaler(Protocol):
@@ -72,6 +97,7 @@ class GradientSync:
     A parameter without a gradient on any rank keeps None, so no optimizer decays or moves it.
 
     Attributes:
+        takes_sparse: Whether the strategy synchronizes sparse gradients of embeddings.
         module: The module to call in training, with any wrapper.
         network: The module without the wrapper; it has the names of the state dict.
         loss_factor: Factor of a rank's loss before it is differentiated.
@@ -83,6 +109,21 @@ class GradientSync:
         local_square: Squared 2-norm of this rank's gradients before the all-reduce, on the device; None
             without `SyncSettings.noise_scale`, or if the strategy does not know it.
     """
+
+    takes_sparse: ClassVar[bool] = False
+
+    @classmethod
+    def prepare(
+        cls, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
+    ) -> GradientSync:
+        """Returns the synchronization of the module and its optimizer. Runs on every rank.
+
+        Args:
+            module: This rank's shard of the network on the rank's device. With sync=Zero(stage=3) the
+                weights may still lack values, see `initial_weights`.
+            make_optimizer: Makes the optimizer, after the strategy has changed the parameters.
+        """
+        raise NotImplementedError
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.module = module
@@ -201,27 +242,6 @@ class GradientSync:
         Args:
             states: `rank_state` of each rank at the checkpoint; empty dicts if the strategy was another.
             is_same: Whether the mesh is the same as at the checkpoint, so that each rank takes its own state.
-        """
-
-
-class Strategy(Protocol):
-    """Synchronizes a rank's module with the other ranks; a class of `STRATEGIES`.
-
-    Attributes:
-        takes_sparse: Whether it synchronizes sparse gradients of embeddings.
-    """
-
-    takes_sparse: ClassVar[bool]
-
-    def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
-    ) -> GradientSync:
-        """Returns the synchronization of the module and its optimizer. Runs on every rank.
-
-        Args:
-            module: This rank's shard of the network on the rank's device. With sync=Zero(stage=3) the
-                weights may still lack values, see `initial_weights`.
-            make_optimizer: Makes the optimizer, after the strategy has changed the parameters.
         """
 
 

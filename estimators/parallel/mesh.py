@@ -55,7 +55,8 @@ class RankMesh:
 
     Attributes:
         world: All ranks, for common decisions such as stopping or skipping a step.
-        data: Ranks that read different rows of one global batch; losses and metrics are summed over them.
+        data: Ranks that read different rows of one global batch; this rank reads shard `data.rank`. Losses
+            and metrics are summed over these ranks.
         sizes: Number of ranks along each axis.
         coordinates: This rank's coordinate on each axis.
         axes: For each axis, the ranks that differ from this one on that axis only.
@@ -124,15 +125,6 @@ class RankMesh:
         )
 
     @property
-    def data_rank(self) -> int:
-        """Index of this rank's shard of every global batch."""
-        return self.data.rank
-
-    @property
-    def data_size(self) -> int:
-        return self.data.size
-
-    @property
     def writes(self) -> bool:
         """Whether this rank writes the run's files."""
         return self.world.rank == 0
@@ -180,7 +172,7 @@ class RankMesh:
         """
         num_stages = self.sizes.get("pipeline", 1)
         part = num_stages - 1 - self.stage + num_stages * self.coordinates.get("sequence", 0)
-        return self.data_rank + self.data_size * part
+        return self.data.rank + self.data.size * part
 
 
 def _coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:

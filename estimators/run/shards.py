@@ -20,7 +20,7 @@ from ringspark.estimators.run.identity import list_data_differences
 from ringspark.estimators.stages.fit_data import FitData
 from ringspark.pipelines import ShardManifest, storage
 from ringspark.pipelines.manifest import MANIFEST_NAME
-from ringspark.pipelines.source_files import path_states
+from ringspark.pipelines.table_files import path_states
 from ringspark.pipelines.typed_json import fit, parse
 from ringspark.pipelines.writing.commit import discard_abandoned, discard_shards
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import uuid
 import weakref
@@ -38,6 +39,10 @@ AUTO_BYTES = 1 << 30
 
 # Computed columns of these types are stored next to references, because a row takes at most 8 bytes.
 _SMALL = {Vocabulary.tag, HashBuckets.tag}
+
+
+# Matches an error about a column that a technique has added to the rows.
+_COMPUTED = re.compile(r"'__ringspark_([a-z]+)_\w+' (has arrays of [^;]+);")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +140,8 @@ class FitData:
         except ValueError as error:
             if isinstance(error, InPlaceError) or "to write_shards" not in str(error):
                 raise
+            if (computed := _COMPUTED.search(str(error))) is not None:
+                raise ValueError(f"{computed[1]} {computed[2]}; give every row the same number") from None
             raise ValueError(f"{error}; for fit, set the estimator's Param columns to this dict") from None
 
 

@@ -8,6 +8,7 @@ from pyspark.sql.types import StructType
 
 from ringspark.estimators.columns.schema import FieldIndex
 from ringspark.estimators.inference.precision import check_int8
+from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.stages.params import ModelSettings, TrainingParams
 
 
@@ -29,9 +30,14 @@ class _ModelParams(ModelSettings):
 
     def inputColumns(self) -> list[str]:
         """Returns the columns that become the positional arguments of `forward`, in order."""
-        if self.isSet(self.inputCols):
-            return list(self.getInputCols() or ())
-        return [self.getOrDefault(self.featuresCol)]
+        names = list(self.getInputCols() or ()) if self.isSet(self.inputCols) else [self.getFeaturesCol()]
+        offset = value_of(self, "offsetCol") if self.hasParam("offsetCol") else None
+        return [*names, offset] if offset else names
+
+    def _find_offset(self, fields: FieldIndex) -> str | None:
+        """Returns the name of the offset's column; None if there is no offset."""
+        given = value_of(self, "offsetCol") if self.hasParam("offsetCol") else None
+        return fields.find(given, "offsetCol").name if given else None
 
     def predictionColumns(self, num_outputs: int) -> list[str]:
         """Returns one prediction column per output of the network."""

@@ -15,7 +15,16 @@ from pyspark.ml.param.shared import (
 )
 
 from ringspark.estimators.stages.declared import DeclaredParams, value_of, with_settings
-from ringspark.estimators.training.settings.data import Classification, Inputs, Label, Labels, Prediction
+from ringspark.estimators.training.settings.data import (
+    Classification,
+    Corrections,
+    Inputs,
+    Label,
+    Labels,
+    Offset,
+    Prediction,
+    Regression,
+)
 from ringspark.estimators.training.settings.network import Metrics, Model
 from ringspark.estimators.training.settings.setting import settings_of
 from ringspark.estimators.training.settings.table import SECTIONS
@@ -23,7 +32,7 @@ from ringspark.pipelines.kinds import Kind, kind_from_json
 
 # Sections of models, and of estimators by their labels. TrainingParams has the other sections, and Model.
 _OF_MODELS = (Model, Inputs, Prediction)
-_OF_LABELS = (Label, Labels, Classification)
+_OF_LABELS = (Label, Offset, Labels, Classification, Regression)
 _OF_TRAINING = [section for section in SECTIONS if section not in (*_OF_MODELS[1:], *_OF_LABELS)]
 
 
@@ -32,14 +41,31 @@ class ModelSettings(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionC
     """Settings that estimators and models share: the network, and the input and output columns."""
 
 
+@with_settings(*settings_of(Offset).values())
+class OffsetParams(DeclaredParams):
+    """Settings of classifiers, regressors and their models."""
+
+
 @with_settings(*settings_of(Label, Metrics).values())
-class EvaluatedParams(DeclaredParams, HasLabelCol):
+class EvaluatedParams(OffsetParams, HasLabelCol):
     """Settings of models that can be evaluated."""
 
 
 @with_settings(*settings_of(Classification).values())
 class ClassifierParams(DeclaredParams, HasRawPredictionCol, HasProbabilityCol):
     """Settings of classifiers and their models."""
+
+
+@with_settings(*settings_of(Regression).values())
+class RegressorParams(DeclaredParams):
+    """Settings of regressors."""
+
+
+@with_settings(
+    *settings_of(Regression, Corrections).values(), fixed=("quantiles", "intervals", "intervalCorrections")
+)
+class RegressionModelParams(DeclaredParams):
+    """Settings of models of regressors."""
 
 
 @with_settings(*settings_of(*_OF_TRAINING).values())

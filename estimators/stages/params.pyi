@@ -21,12 +21,16 @@ class ModelSettings(DeclaredParams, HasFeaturesCol, HasInputCols, HasPredictionC
     predictionCol: Param[Any]; getPredictionCol: Getter[str]; setPredictionCol: Setter[str | None]
     predictionCols: Param[Any]; getPredictionCols: Getter[list[str] | None]; setPredictionCols: Setter[str | Sequence[str] | None]
     innerCols: Param[Any]; getInnerCols: Getter[dict[str, Any] | None]; setInnerCols: Setter[Any]
+    contributionsCol: Param[Any]; getContributionsCol: Getter[str | None]; setContributionsCol: Setter[str | None]
     inferenceBatchSize: Param[Any]; getInferenceBatchSize: Getter[int]; setInferenceBatchSize: Setter[int | None]
     inferenceOffload: Param[Any]; getInferenceOffload: Getter[Literal['none', 'disk']]; setInferenceOffload: Setter[Literal['none', 'disk'] | None]
     inferencePrecision: Param[Any]; getInferencePrecision: Getter[Literal['fp32', 'bf16', 'int8']]; setInferencePrecision: Setter[Literal['fp32', 'bf16', 'int8'] | None]
     inferenceUseGpu: Param[Any]; getInferenceUseGpu: Getter[bool]; setInferenceUseGpu: Setter[bool | None]
 
-class EvaluatedParams(DeclaredParams, HasLabelCol):
+class OffsetParams(DeclaredParams):
+    offsetCol: Param[Any]; getOffsetCol: Getter[str | None]; setOffsetCol: Setter[str | None]
+
+class EvaluatedParams(OffsetParams, HasLabelCol):
     labelCol: Param[Any]; getLabelCol: Getter[str]; setLabelCol: Setter[str | None]
     metrics: Param[Any]; getMetrics: Getter[list[Any]]; setMetrics: Setter[Any]
 
@@ -36,8 +40,24 @@ class ClassifierParams(DeclaredParams, HasRawPredictionCol, HasProbabilityCol):
     predictedLabelCol: Param[Any]; getPredictedLabelCol: Getter[str]; setPredictedLabelCol: Setter[str | None]
     thresholds: Param[Any]; getThresholds: Getter[list[float] | None]; setThresholds: Setter[Sequence[float] | None]
 
+class RegressorParams(DeclaredParams):
+    quantiles: Param[Any]; getQuantiles: Getter[list[float] | None]; setQuantiles: Setter[Sequence[float] | None]
+    quantilesCol: Param[Any]; getQuantilesCol: Getter[str]; setQuantilesCol: Setter[str | None]
+    intervals: Param[Any]; getIntervals: Getter[float | None]; setIntervals: Setter[float | None]
+    intervalCol: Param[Any]; getIntervalCol: Getter[str]; setIntervalCol: Setter[str | None]
+    intervalGroupCol: Param[Any]; getIntervalGroupCol: Getter[str | None]; setIntervalGroupCol: Setter[str | None]
+
+class RegressionModelParams(DeclaredParams):
+    quantiles: Param[Any]; getQuantiles: Getter[list[float] | None]
+    quantilesCol: Param[Any]; getQuantilesCol: Getter[str]; setQuantilesCol: Setter[str | None]
+    intervals: Param[Any]; getIntervals: Getter[float | None]
+    intervalCol: Param[Any]; getIntervalCol: Getter[str]; setIntervalCol: Setter[str | None]
+    intervalGroupCol: Param[Any]; getIntervalGroupCol: Getter[str | None]; setIntervalGroupCol: Setter[str | None]
+    intervalCorrections: Param[Any]; getIntervalCorrections: Getter[dict[str, Any] | None]
+
 class TrainingParams(DeclaredParams, HasWeightCol, HasValidationIndicatorCol, HasSeed):
     def getColumns(self) -> dict[str, Kind]: ...
+    monotone: Param[Any]; getMonotone: Getter[dict[str, Any] | None]; setMonotone: Setter[Any]
     columns: Param[Any]; setColumns: Setter[Any]
     weightCol: Param[Any]; getWeightCol: Getter[str | None]; setWeightCol: Setter[str | None]
     validationIndicatorCol: Param[Any]; getValidationIndicatorCol: Getter[str | None]; setValidationIndicatorCol: Setter[str | None]
@@ -125,11 +145,12 @@ class MultiLabelParams(LabelParams):
 class ClassifierKeywords:
     def __init__(self, *,
         featuresCol: str | None = ..., inputCols: str | Sequence[str] | None = ...,
-        handleInvalid: Literal['error', 'skip', 'keep'] | None = ..., labelCol: str | None = ..., columns: Any = ...,
-        weightCol: str | None = ..., validationIndicatorCol: str | None = ..., validationFraction: float | None = ...,
-        timeCol: str | None = ..., storageUri: str | None = ..., data: Literal['copy', 'inPlace', 'auto'] | None = ...,
-        reader: str | None = ..., cache: Literal['auto', 'memory', 'disk', 'none'] | None = ...,
-        predictionCol: str | None = ..., predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ...,
+        handleInvalid: Literal['error', 'skip', 'keep'] | None = ..., labelCol: str | None = ..., offsetCol: str | None = ...,
+        monotone: Any = ..., columns: Any = ..., weightCol: str | None = ..., validationIndicatorCol: str | None = ...,
+        validationFraction: float | None = ..., timeCol: str | None = ..., storageUri: str | None = ...,
+        data: Literal['copy', 'inPlace', 'auto'] | None = ..., reader: str | None = ...,
+        cache: Literal['auto', 'memory', 'disk', 'none'] | None = ..., predictionCol: str | None = ...,
+        predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ..., contributionsCol: str | None = ...,
         inferenceBatchSize: int | None = ..., inferenceOffload: Literal['none', 'disk'] | None = ...,
         inferencePrecision: Literal['fp32', 'bf16', 'int8'] | None = ..., inferenceUseGpu: bool | None = ...,
         rawPredictionCol: str | None = ..., probabilityCol: str | None = ..., predictedLabelCol: str | None = ...,
@@ -166,16 +187,19 @@ class ClassifierKeywords:
 class RegressorKeywords:
     def __init__(self, *,
         featuresCol: str | None = ..., inputCols: str | Sequence[str] | None = ...,
-        handleInvalid: Literal['error', 'skip', 'keep'] | None = ..., labelCol: str | None = ..., columns: Any = ...,
-        weightCol: str | None = ..., validationIndicatorCol: str | None = ..., validationFraction: float | None = ...,
-        timeCol: str | None = ..., storageUri: str | None = ..., data: Literal['copy', 'inPlace', 'auto'] | None = ...,
-        reader: str | None = ..., cache: Literal['auto', 'memory', 'disk', 'none'] | None = ...,
-        predictionCol: str | None = ..., predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ...,
+        handleInvalid: Literal['error', 'skip', 'keep'] | None = ..., labelCol: str | None = ..., offsetCol: str | None = ...,
+        monotone: Any = ..., columns: Any = ..., weightCol: str | None = ..., validationIndicatorCol: str | None = ...,
+        validationFraction: float | None = ..., timeCol: str | None = ..., storageUri: str | None = ...,
+        data: Literal['copy', 'inPlace', 'auto'] | None = ..., reader: str | None = ...,
+        cache: Literal['auto', 'memory', 'disk', 'none'] | None = ..., predictionCol: str | None = ...,
+        predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ..., contributionsCol: str | None = ...,
         inferenceBatchSize: int | None = ..., inferenceOffload: Literal['none', 'disk'] | None = ...,
-        inferencePrecision: Literal['fp32', 'bf16', 'int8'] | None = ..., inferenceUseGpu: bool | None = ..., model: Any = ...,
-        transformInPrediction: Any = ..., metrics: Any = ..., loss: Any = ..., transformBatch: Any = ...,
-        initialModel: Any = ..., initialState: Literal['weights', 'optimizer'] | None = ..., teacher: Any = ...,
-        freeze: Any = ..., lora: LoRA | str | int | Mapping[str, Any] | None = ...,
+        inferencePrecision: Literal['fp32', 'bf16', 'int8'] | None = ..., inferenceUseGpu: bool | None = ...,
+        quantiles: Sequence[float] | None = ..., quantilesCol: str | None = ..., intervals: float | None = ...,
+        intervalCol: str | None = ..., intervalGroupCol: str | None = ..., model: Any = ..., transformInPrediction: Any = ...,
+        metrics: Any = ..., loss: Any = ..., transformBatch: Any = ..., initialModel: Any = ...,
+        initialState: Literal['weights', 'optimizer'] | None = ..., teacher: Any = ..., freeze: Any = ...,
+        lora: LoRA | str | int | Mapping[str, Any] | None = ...,
         pretrained: Pretrained | str | int | Mapping[str, Any] | None = ..., temperature: float | None = ...,
         alpha: float | None = ..., emaDecay: float | None = ..., optimizer: Any = ..., lrSchedule: Any = ...,
         parameterGroups: Any = ..., learningRate: float | None = ...,
@@ -206,11 +230,12 @@ class EstimatorKeywords:
     def __init__(self, *,
         featuresCol: str | None = ..., inputCols: str | Sequence[str] | None = ...,
         handleInvalid: Literal['error', 'skip', 'keep'] | None = ..., labelCol: str | None = ...,
-        labelCols: str | Sequence[str] | None = ..., lossWeights: Sequence[float] | None = ..., columns: Any = ...,
-        weightCol: str | None = ..., validationIndicatorCol: str | None = ..., validationFraction: float | None = ...,
-        timeCol: str | None = ..., storageUri: str | None = ..., data: Literal['copy', 'inPlace', 'auto'] | None = ...,
-        reader: str | None = ..., cache: Literal['auto', 'memory', 'disk', 'none'] | None = ...,
-        predictionCol: str | None = ..., predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ...,
+        labelCols: str | Sequence[str] | None = ..., lossWeights: Sequence[float] | None = ..., monotone: Any = ...,
+        columns: Any = ..., weightCol: str | None = ..., validationIndicatorCol: str | None = ...,
+        validationFraction: float | None = ..., timeCol: str | None = ..., storageUri: str | None = ...,
+        data: Literal['copy', 'inPlace', 'auto'] | None = ..., reader: str | None = ...,
+        cache: Literal['auto', 'memory', 'disk', 'none'] | None = ..., predictionCol: str | None = ...,
+        predictionCols: str | Sequence[str] | None = ..., innerCols: Any = ..., contributionsCol: str | None = ...,
         inferenceBatchSize: int | None = ..., inferenceOffload: Literal['none', 'disk'] | None = ...,
         inferencePrecision: Literal['fp32', 'bf16', 'int8'] | None = ..., inferenceUseGpu: bool | None = ..., model: Any = ...,
         transformInPrediction: Any = ..., metrics: Any = ..., loss: Any = ..., transformBatch: Any = ...,

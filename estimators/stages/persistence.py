@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
+from pyspark.ml import Model
 from pyspark.ml.param import Params
 from pyspark.ml.util import DefaultParamsReader, MLReader, MLWriter
 from torch import nn
@@ -129,10 +130,11 @@ class StageWriter(MLWriter):
         # Classes of saved programs, which are loaded only if pickles are allowed.
         classes: dict[str, Any] = {}
         for param, value in self._stage._paramMap.items():
-            if hasattr(value, "_trained"):
+            if isinstance(value, Model):
+                remedy = "its path" if hasattr(value, "_trained") else "a column that it added to the rows"
                 raise ValueError(
                     f"{param.name} of {self._stage.uid} is a model in memory; save that model, and set "
-                    f"{param.name} to its path before you save this stage"
+                    f"{param.name} to {remedy} before you save this stage"
                 )
             if isinstance(value, Options):
                 plain[param.name] = value.to_values()

@@ -46,6 +46,8 @@ def config_of(
             "model is a saved program, which predicts and cannot be trained; give a network of its class, "
             "filled by network.load_state_dict(program.state_dict())"
         )
+    for technique in techniques_in(stage):
+        given["model"] = technique.wrap_network(given["model"], given, task)
     metrics = name_metrics(given["metrics"])
     # A single loss serves all labels; a list of a wrong length is refused later.
     model, losses = given["model"], given["loss"] if isinstance(given["loss"], list) else [given["loss"]]

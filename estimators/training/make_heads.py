@@ -38,7 +38,9 @@ def make_heads(
     own = {name: (metric, per_row.get(name, False)) for name, metric in objects.metrics.items()}
     heads = []
     for index, (label, weight) in enumerate(zip(config.label_columns, config.loss_weights, strict=True)):
-        head = Head(label=label, loss=objects.loss(config, index), weight=weight, own_metrics=own)
+        loss = objects.loss(config, index)
+        quantiles = config.quantiles or ()
+        head = Head(label=label, loss=loss, weight=weight, own_metrics=own, quantiles=quantiles)
         heads.append(replace(head, metrics=_select_metrics(head, config, objects.metrics)))
     for name in config.metrics:
         if not any(name in head.metrics for head in heads):

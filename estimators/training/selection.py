@@ -86,8 +86,11 @@ class TimeBudget(Callback):
 class Pack(Protocol):
     """A network that is an ensemble of small networks, its members; see `TabPack`."""
 
-    def choose_on(self, batches: Iterable[Batch], data: Collective, *, is_classes: bool) -> None:
-        """Chooses the same members on all ranks of `data`, by held-out rows. Runs on every rank."""
+    def choose_on(self, batches: Iterable[Batch], data: Collective, *, is_classes: bool, loss: str) -> None:
+        """Chooses the same members on all ranks of `data`, by held-out rows. Runs on every rank.
+
+        `loss` is the name of the training's loss.
+        """
 
 
 @contextmanager

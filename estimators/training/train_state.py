@@ -59,7 +59,7 @@ class TrainState:
         combine = partial(mesh.world.all_reduce, op="max") if sync.ranks_differ or guards else None
         self.transform: BatchTransform | None = None
         if objects.transform_batch is not None:
-            self.transform = BatchTransform(objects.transform_batch, config.seed, mesh.data_rank, device)
+            self.transform = BatchTransform(objects.transform_batch, config.seed, mesh.data.rank, device)
         self.observation = observation
         self.prepare = prepare_function(objects.transform_in_prediction, device, training=False)
         layout, techniques = layout_of(sync.network), techniques_of(config)

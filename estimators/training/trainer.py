@@ -385,7 +385,8 @@ class Trainer:
         with train_state.average.in_place(), torch.no_grad():
             if self._pack is not None:
                 is_classes = self._config.task == "classification"
-                self._pack.choose_on(self._held_out(reader), self._mesh.data, is_classes=is_classes)
+                held_out, loss = self._held_out(reader), self._config.losses[0]
+                self._pack.choose_on(held_out, self._mesh.data, is_classes=is_classes, loss=loss)
             plan = reader.plan(0)
             for step, batch in enumerate(self._held_out(reader)):
                 if (own := train_state.own_step) is not None:
@@ -421,7 +422,7 @@ class Trainer:
 
     def _share_moved_buffers(self, plan: EpochPlan, step: int) -> None:
         """Gives ranks without rows, which ran no forward pass, the buffers that the others' passes moved."""
-        size = self._mesh.data_size
+        size = self._mesh.data.size
         # With several rows per rank no rank is without; nor do ranks that step on their own wait here.
         if plan.global_rows(step) >= 16 * size or self._together is None or self._config.hides_rows:
             return
@@ -431,7 +432,7 @@ class Trainer:
 
     def _share_buffers(self, root: int = 0, names: Collection[str] = ()) -> None:
         """Broadcasts a rank's buffers `names`, or all to save: the saved network has rank 0's statistics."""
-        if self._mesh.data_size == 1:
+        if self._mesh.data.size == 1:
             return
         network = self._sync.network
         names = list(names or network.state_dict())

@@ -201,14 +201,14 @@ def _open_readers(
     config: TrainConfig, mesh: RankMesh, manifest: ShardManifest, opened: ExitStack
 ) -> tuple[ShardReader, ShardReader | None]:
     def open_split(split: Split, **settings: Any) -> ShardReader:
-        cached = cache_options(config, manifest, split, mesh.data_rank, mesh.data_size)
+        cached = cache_options(config, manifest, split, mesh.data.rank, mesh.data.size)
         return opened.enter_context(closing(open_reader(manifest.select(split), **settings, **cached)))
 
     columns = [manifest.column_of(name).name for name in config.columns]
     shared: dict[str, Any] = {
         "columns": list(dict.fromkeys(columns)),
-        "shard": mesh.data_rank,
-        "num_shards": mesh.data_size,
+        "shard": mesh.data.rank,
+        "num_shards": mesh.data.size,
         "seed": config.seed,
         "engine": config.reader,
     }

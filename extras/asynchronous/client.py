@@ -1,9 +1,4 @@
-"""A worker's connections to all parameter servers; pushes and pulls name a parameter by its index.
-
-client.push(index, gradient)      # in the current step
-client.tick()                     # ends the step
-client.pull(index)                # waits until the staleness bound allows the read; includes own pushes
-"""
+"""A worker's connections to all parameter servers; pushes and pulls name a parameter by its index."""
 
 from __future__ import annotations
 
@@ -51,24 +46,11 @@ class ParameterClient:
         self._optimizer = optimizer
         self._bound = bound
 
-    def push(self, index: int, gradient: torch.Tensor) -> None:
-        self._send({index: gradient}, ends_step=False)
-
     def push_and_wait(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Sends gradients in the current step; returns when all servers have them."""
         self._send(gradients, ends_step=False)
         # A server answers on the same connection, after it has taken the push.
-        self._read([], None, {})
-
-    def pull(self, index: int) -> torch.Tensor:
-        """Returns the current value of a parameter; first waits until the staleness bound allows the read."""
-        parameter = self._parameters[index]
-        result = torch.empty_like(parameter)
-        self._read([index], self._bound, {index: result})
-        return result
-
-    def tick(self) -> None:
-        self.push_step({})
+        self._read(None, takes_values=False)
 
     def push_step(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Sends all gradients of a step and ends the step."""
@@ -76,11 +58,14 @@ class ParameterClient:
         self.clock += 1
 
     def pull_all(self, bound: int | None) -> None:
-        """Waits until the staleness `bound` allows the read; copies the servers' values to all parameters."""
-        self._read(None, bound, dict(enumerate(self._parameters)))
+        """Waits until the staleness `bound` allows the read; copies the servers' values to all parameters.
+
+        The values include this worker's own pushes.
+        """
+        self._read(bound, takes_values=True)
 
     def await_all(self) -> None:
-        self._read([], 0, {})
+        self._read(0, takes_values=False)
 
     def read_all(self) -> None:
         self.pull_all(self._bound)
@@ -107,18 +92,14 @@ class ParameterClient:
                 self.bytes_sent += link.push(own, groups, ends_step=ends_step)
 
     @torch.no_grad()
-    def _read(
-        self, indices: Sequence[int] | None, bound: int | None, into: Mapping[int, torch.Tensor]
-    ) -> None:
-        asked = [
-            [index for index in pieces if indices is None or index in indices] for pieces in self._pieces
-        ]
-        for link, own in zip(self._links, asked, strict=True):
-            link.ask(None if indices is None else own, self.clock, bound)
-        for link, own, pieces in zip(self._links, asked, self._pieces, strict=True):
-            for index, values in zip(own, link.answer(self.progress), strict=True):
-                piece = pieces[index]
-                flatten_memory(into[index].data)[piece.start : piece.stop] = values.to(into[index].device)
+    def _read(self, bound: int | None, *, takes_values: bool) -> None:
+        for link in self._links:
+            link.ask(None if takes_values else [], self.clock, bound)
+        for link, pieces in zip(self._links, self._pieces, strict=True):
+            taken = pieces if takes_values else {}
+            for (index, piece), values in zip(taken.items(), link.answer(self.progress), strict=True):
+                whole = self._parameters[index]
+                flatten_memory(whole.data)[piece.start : piece.stop] = values.to(whole.device)
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,12 +21,17 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.collectives.shared_memory import meet_on_host, receive_descriptors, send_descriptors
 from ringspark.estimators.options.sync import Hogwild
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, Scaler, share_weights
-from ringspark.estimators.parallel.data.data_parallel import DataParallel
+from ringspark.estimators.parallel.base import (
+    GradientSync,
+    MakeOptimizer,
+    Scaler,
+    SyncSettings,
+    share_weights,
+)
+from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.sharded.parameter_shards import is_dense, view_at
 from ringspark.estimators.parallel.sharded.shard_layout import ParameterSlice
-from ringspark.estimators.parallel.sync_settings import SyncSettings
 from ringspark.extras.asynchronous.parameter_server import open_service
 from ringspark.extras.asynchronous.table import ParameterTable
 from ringspark.extras.local_sgd.rank_optimizer import load_tensors, state_tensors
@@ -34,28 +39,6 @@ from ringspark.extras.local_sgd.rank_optimizer import load_tensors, state_tensor
 # Every parameter starts at its own cache line.
 _ALIGNMENT = 64
 _REMEDY = "set sync=ParameterServer(), which uses the network"
-
-
-class HogwildStrategy:
-    takes_sparse = False
-
-    def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
-    ) -> GradientSync:
-        collective = mesh.gradients
-        if collective.size == 1:
-            return DataParallel().prepare(module, make_optimizer, mesh, settings)
-        if collective.member.cross_size > 1:
-            raise ValueError(
-                "sync=Hogwild() trains in the memory of one host, but the workers are on "
-                f"{collective.member.cross_size} hosts; {_REMEDY}"
-            )
-        share_weights(module, mesh)
-        trained = [p for p in module.parameters() if p.requires_grad]
-        if any(p.device.type != "cpu" for p in trained):
-            raise ValueError(f"sync=Hogwild() trains in the host's memory, not on a GPU; {_REMEDY}")
-        share_memory(trained, collective, settings.timeout_seconds)
-        return HogwildSync(module, make_optimizer(module), collective, settings)
 
 
 def share_memory(parameters: Sequence[nn.Parameter], collective: Collective, timeout_seconds: float) -> None:
@@ -138,6 +121,25 @@ class HogwildSync(GradientSync):
         no_slices = [dict[int, ParameterSlice]()] * size
         _, self._client = open_service(table, no_slices, [], optimizer, collective, sync, seconds)
 
+    @classmethod
+    def prepare(
+        cls, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
+    ) -> GradientSync:
+        collective = mesh.gradients
+        if collective.size == 1:
+            return GradientAllReduce.prepare(module, make_optimizer, mesh, settings)
+        if collective.member.cross_size > 1:
+            raise ValueError(
+                "sync=Hogwild() trains in the memory of one host, but the workers are on "
+                f"{collective.member.cross_size} hosts; {_REMEDY}"
+            )
+        share_weights(module, mesh)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if any(p.device.type != "cpu" for p in trained):
+            raise ValueError(f"sync=Hogwild() trains in the host's memory, not on a GPU; {_REMEDY}")
+        share_memory(trained, collective, settings.timeout_seconds)
+        return cls(module, make_optimizer(module), collective, settings)
+
     def step(self, scaler: Scaler) -> None:
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
@@ -147,7 +149,7 @@ class HogwildSync(GradientSync):
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         self._client.progress = self.progress
-        self._client.tick()
+        self._client.push_step({})
         # Does not wait; raises if a rank is gone.
         self._client.read_all()
 

@@ -16,8 +16,8 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.options.sync import Asynchronous
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, share_weights
-from ringspark.estimators.parallel.data.data_parallel import DataParallel
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, SyncSettings, share_weights
+from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.parallel.optimizer_state import (
     OptimizerState,
@@ -32,28 +32,12 @@ from ringspark.estimators.parallel.sharded.parameter_shards import (
     flatten_memory,
 )
 from ringspark.estimators.parallel.sharded.shard_layout import ParameterSlice
-from ringspark.estimators.parallel.sync_settings import SyncSettings
 from ringspark.extras.asynchronous.client import ParameterClient
 from ringspark.extras.asynchronous.links import OwnLink, RemoteLink, ServerLink
 from ringspark.extras.asynchronous.server import ShardServer
 from ringspark.extras.asynchronous.table import ParameterTable
 
 _TOKEN_BYTES = 32
-
-
-class ParameterServerStrategy:
-    """Assigns each rank a shard of the parameters, which the rank serves to all workers."""
-
-    takes_sparse = False
-
-    def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
-    ) -> GradientSync:
-        collective = mesh.gradients
-        if collective.size == 1:
-            return DataParallel().prepare(module, make_optimizer, mesh, settings)
-        share_weights(module, mesh)
-        return ServedSync(module, make_optimizer, collective, settings)
 
 
 def open_service(
@@ -88,6 +72,8 @@ def open_service(
 
 
 class ServedSync(GradientSync):
+    """Assigns each rank a shard of the parameters, which the rank serves to all workers."""
+
     def __init__(
         self, module: nn.Module, make_optimizer: MakeOptimizer, collective: Collective, settings: SyncSettings
     ) -> None:
@@ -117,6 +103,15 @@ class ServedSync(GradientSync):
         self._read = self._copy_own()
         # The loss scaler calls this method if it takes the step.
         self.optimizer.step = self._push_and_read  # type: ignore[method-assign, assignment]
+
+    @classmethod
+    def prepare(
+        cls, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
+    ) -> GradientSync:
+        if mesh.gradients.size == 1:
+            return GradientAllReduce.prepare(module, make_optimizer, mesh, settings)
+        share_weights(module, mesh)
+        return cls(module, make_optimizer, mesh.gradients, settings)
 
     def clip_gradients(self, max_norm: float) -> None:
         if not self.in_step:

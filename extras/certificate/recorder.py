@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
 
 from ringspark.estimators import run_layout
-from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.folders import checkpoints_uri, step_uri
 from ringspark.estimators.training.checkpoint.weights import COMMIT, CheckpointInfo, read_info
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
@@ -80,7 +78,7 @@ def _list_before(links: Sequence[Link], step: int) -> list[Link]:
 def digest_weights(uri: str) -> dict[str, str]:
     """Returns the SHA-256 of each file of tensors in the folder `uri`."""
     names = [name for name in storage.list_names(uri) if not name.startswith(".")]
-    return {name: _digest(storage.join(uri, name)) for name in names if name.endswith(".safetensors")}
+    return {name: storage.sha256(storage.join(uri, name)) for name in names if name.endswith(".safetensors")}
 
 
 def bind_files(run_uri: str) -> None:
@@ -98,12 +96,4 @@ def digest_run(run_uri: str, weights: str) -> dict[str, str]:
     names += [
         f"{each}/{name}" for each in folders for name in storage.list_names(storage.join(run_uri, each))
     ]
-    return {name: _digest(storage.join(run_uri, name)) for name in (*names, f"{weights}/{COMMIT}")}
-
-
-def _digest(uri: str) -> str:
-    digest = hashlib.sha256()
-    with storage.open_file(uri) as file:
-        while block := file.read(tensor_file.BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+    return {name: storage.sha256(storage.join(run_uri, name)) for name in (*names, f"{weights}/{COMMIT}")}

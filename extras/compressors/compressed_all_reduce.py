@@ -22,7 +22,13 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import Levels
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.options.compression import Compression, Uncompressed
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, refuse_sparse, share_weights
+from ringspark.estimators.parallel.base import (
+    GradientSync,
+    MakeOptimizer,
+    SyncSettings,
+    refuse_sparse,
+    share_weights,
+)
 from ringspark.estimators.parallel.data.gradient_buckets import (
     GradientBucket,
     memory_shape,
@@ -32,7 +38,6 @@ from ringspark.estimators.parallel.data.gradient_buckets import (
 from ringspark.estimators.parallel.data.sparse_rows import split_parameters
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.sync_settings import SyncSettings
 from ringspark.extras.compressors import COMPRESSORS, Compressor, Sent
 
 _log = logging.getLogger(__name__)
@@ -75,24 +80,14 @@ def all_reduce_by_host(vector: torch.Tensor, compressor: Compressor, levels: Lev
     return Sent(total, error)
 
 
-class CompressedGradients:
-    """Data parallelism with compressed gradients."""
-
-    takes_sparse = True
-
-    def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
-    ) -> GradientSync:
-        share_weights(module, mesh)
-        return CompressedAllReduce(module, make_optimizer(module), mesh, settings)
-
-
 class CompressedAllReduce(GradientSync):
-    """Sums gradients by a compressor.
+    """Data parallelism that sums gradients by a compressor.
 
     A single rank sends nothing. If a training resumes with another number of replicas, the first step adds
     the residuals of all earlier replicas.
     """
+
+    takes_sparse = True
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: RankMesh, settings: SyncSettings
@@ -119,6 +114,13 @@ class CompressedAllReduce(GradientSync):
         ]
         self._waits: list[Callable[[], None]] = []
         collective.on_leave(self._waits.clear)
+
+    @classmethod
+    def prepare(
+        cls, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
+    ) -> GradientSync:
+        share_weights(module, mesh)
+        return cls(module, make_optimizer(module), mesh, settings)
 
     @torch.no_grad()
     def reduce(self, scale: Callable[[], float] = lambda: 1.0) -> None:

@@ -17,11 +17,10 @@ from torch import nn
 
 from ringspark.estimators.collectives.base import Collective
 from ringspark.estimators.options.compression import Compression
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, share_weights
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, SyncSettings
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.sync_settings import SyncSettings
 from ringspark.extras.compressors.base import Compressor, Sent, generator_for
-from ringspark.extras.compressors.compressed_all_reduce import CompressedAllReduce, CompressedGradients
+from ringspark.extras.compressors.compressed_all_reduce import CompressedAllReduce
 from ringspark.extras.compressors.packing import pack_integers, unpack_integers
 from ringspark.extras.privacy.binomial import find_range
 from ringspark.extras.privacy.secret_noise import secret_generator
@@ -100,23 +99,10 @@ class CpSgdCompressor(Compressor):
         return np.concatenate([unpack_integers(each, many, length) for each in answers])[: len(codes)]
 
 
-class NoisyGradients(CompressedGradients):
-    """Data parallelism by cpSGD: all gradients are sent with noise."""
-
-    takes_sparse = False
-
-    def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
-    ) -> GradientSync:
-        for layer in module.modules():
-            if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-                layer.sparse = False  # sparse gradients are sent without noise
-        share_weights(module, mesh)
-        return NoisyAllReduce(module, make_optimizer(module), mesh, settings)
-
-
 class NoisyAllReduce(CompressedAllReduce):
     """Sums gradients by cpSGD, also on a single rank. Raises ValueError for parameters of other types."""
+
+    takes_sparse = False
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: RankMesh, settings: SyncSettings
@@ -128,6 +114,15 @@ class NoisyAllReduce(CompressedAllReduce):
                 "CpSGD bounds the norm of all gradients together, so all trained parameters must be fp32, or "
                 f"all fp64, got {', '.join(kinds)}; convert the network"
             )
+
+    @classmethod
+    def prepare(
+        cls, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
+    ) -> GradientSync:
+        for layer in module.modules():
+            if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+                layer.sparse = False  # sparse gradients are sent without noise
+        return super().prepare(module, make_optimizer, mesh, settings)
 
     def _send(self, vector: torch.Tensor, compressor: Compressor) -> Sent:
         assert isinstance(compressor, CpSgdCompressor)

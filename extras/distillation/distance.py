@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch.nn import functional
 
+from ringspark.estimators.training.settings.choices import Task
 from ringspark.estimators.training.settings.config import TrainConfig
+
+Compared = Literal["classes", "labels", "values"]
+"""What a distance compares: the probabilities of classes or of independent labels, or values."""
 
 _OF_CLASSES = ("cross_entropy", "CrossEntropyLoss")
 # Each logit is a choice of two classes by itself.
 _OF_LABELS = ("bce_with_logits", "BCEWithLogitsLoss")
+
+
+def compared_by(task: Task, loss: str) -> Compared:
+    """Returns what the distance compares for the label's loss, given by its name in `TrainConfig.losses`."""
+    if loss.startswith(_OF_LABELS):
+        return "labels"
+    return "classes" if task == "classification" or loss.startswith(_OF_CLASSES) else "values"
 
 
 def distil(
@@ -27,12 +40,12 @@ def distil(
         teacher: The teacher's outputs, (batch,) or (batch, width).
         row_weights: Weight of each row in the divisor, (batch, 1): 0 if the label is ignored. None: 1.
     """
-    if config.losses[0].startswith(_OF_LABELS):
-        distance = label_distance(outputs, teacher, config.temperature)
-    elif config.task == "classification" or config.losses[0].startswith(_OF_CLASSES):
-        distance = class_distance(outputs, teacher, config.temperature)
-    else:
+    compared = compared_by(config.task, config.losses[0])
+    if compared == "values":
         distance = squared_distance(outputs, teacher)
+    else:
+        measure = label_distance if compared == "labels" else class_distance
+        distance = measure(outputs, teacher, config.temperature)
     if row_weights is not None:
         distance = distance * row_weights[:, 0]
     return config.alpha * distance[:, None] + (1 - config.alpha) * rows

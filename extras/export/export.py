@@ -23,6 +23,7 @@ from ringspark.estimators.training.batch_transforms import PreparedNetwork
 from ringspark.estimators.training.settings.choices import InferencePrecision
 from ringspark.extras.export.recording import TRACED_ROWS, trace_network
 from ringspark.extras.export.samples import MAX_ROWS, varying_sizes, zeros_of
+from ringspark.extras.quantiles.outputs import check_apart
 from ringspark.models.process_state import PROCESS_LOCK, silence_thread
 from ringspark.pipelines import storage
 
@@ -133,6 +134,7 @@ _NEEDS = {
 
 def export_model(model: Any, path: str, format: str) -> None:
     """Writes the network of a fitted model to the file or folder `path`."""
+    check_apart(model, format)
     precision = model.getInferencePrecision()
     if precision != "fp32" and (precision, format) not in EXPORTED:
         warnings.warn(

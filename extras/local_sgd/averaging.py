@@ -16,7 +16,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.options.sync import LocalSGD
 from ringspark.extras.local_sgd.compact_sum import start_average
-from ringspark.extras.local_sgd.local_sync import LocalStrategy, LocalSync
+from ringspark.extras.local_sgd.local_sync import LocalSync
 from ringspark.extras.local_sgd.rank_optimizer import average_state
 
 
@@ -56,10 +56,6 @@ class AveragedWeights(LocalSync):
         elif self._optimizer_state == "average":
             average_state(self.optimizer, self._trained, self._collective)
         self._position = 0
-
-
-class LocalAveraging(LocalStrategy):
-    sync = AveragedWeights
 
 
 def _copy(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ringspark.estimators.options.sync import DiLoCo
 from ringspark.estimators.parallel.base import apply_change
 from ringspark.extras.local_sgd.compact_sum import start_average
 from ringspark.extras.local_sgd.flat_weights import FlatWeights, split_into_fragments
-from ringspark.extras.local_sgd.local_sync import LocalStrategy, LocalSync
+from ringspark.extras.local_sgd.local_sync import LocalSync
 
 
 @torch.no_grad()
@@ -166,7 +166,3 @@ class OuterSync(LocalSync):
             pending = state.get(f"pending/{number}")
             # With other ranks, drop it: the fragment's next outer gradient includes it.
             fragment.pending = pending.clone if is_same and pending is not None else None
-
-
-class DiLoCoStrategy(LocalStrategy):
-    sync = OuterSync

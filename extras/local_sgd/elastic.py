@@ -17,7 +17,7 @@ from torch import nn
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.options.sync import ElasticAveraging
 from ringspark.estimators.parallel.base import apply_change
-from ringspark.extras.local_sgd.local_sync import LocalStrategy, LocalSync
+from ringspark.extras.local_sgd.local_sync import LocalSync
 
 # The paper's beta: alpha times the number of ranks, with which the centre moves.
 BETA = 0.9
@@ -67,7 +67,3 @@ class ElasticSync(LocalSync):
 
     def _average_weights(self, ranks: Iterable[torch.Tensor]) -> torch.Tensor:
         return self._centre
-
-
-class ElasticStrategy(LocalStrategy):
-    sync = ElasticSync

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -20,13 +19,12 @@ from ringspark.estimators.parallel.base import (
     GradientSync,
     MakeOptimizer,
     Scaler,
+    SyncSettings,
     apply_change,
     share_weights,
 )
-from ringspark.estimators.parallel.data.data_parallel import synchronize
-from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
+from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce, synchronize
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.sync_settings import SyncSettings
 from ringspark.extras.local_sgd.flat_weights import FlatWeights
 from ringspark.extras.local_sgd.rank_optimizer import load_tensors, state_tensors
 
@@ -107,6 +105,14 @@ class LocalSync(GradientSync):
         self._own: torch.Tensor | None = None
         self._equal: torch.Tensor | None = None  # weights that all ranks share, until the next local step
         self._begin_phase()
+
+    @classmethod
+    def prepare(
+        cls, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
+    ) -> GradientSync:
+        assert isinstance(settings.sync, LocalTraining)
+        share_weights(module, mesh)
+        return cls(module, make_optimizer(module), mesh.gradients, settings.sync)
 
     @property
     def shown(self) -> bool:
@@ -255,15 +261,3 @@ class LocalSync(GradientSync):
         else:
             weights = (state["weights"].to(device, copy=True) for state in states)
             self._weights.write(self._average_weights(weights))
-
-
-class LocalStrategy:
-    takes_sparse = False
-    sync: ClassVar[type[LocalSync]]
-
-    def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
-    ) -> GradientSync:
-        assert isinstance(settings.sync, LocalTraining)
-        share_weights(module, mesh)
-        return self.sync(module, make_optimizer(module), mesh.gradients, settings.sync)

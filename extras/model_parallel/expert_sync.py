@@ -8,12 +8,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, share_weights
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, SyncSettings, share_weights
 from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.parallel.empty_passes import EmptyPasses
 from ringspark.estimators.parallel.mesh import RankMesh
-from ringspark.estimators.parallel.sharded.zero import ShardedOptimizer, SyncGroup, ZeroSync
-from ringspark.estimators.parallel.sync_settings import SyncSettings
+from ringspark.estimators.parallel.sharded.zero import SyncGroup, ZeroSync
 from ringspark.extras.model_parallel.expert import expert_names
 
 
@@ -43,44 +42,36 @@ class ExpertAllReduce(EmptyPasses, GradientAllReduce):
         self.ranks_differ = True
         self.add_empty_passes(num_empty_passes(mesh, settings), settings.autocast)
 
+    @classmethod
+    def prepare(
+        cls, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
+    ) -> GradientSync:
+        share_weights(module, mesh)
+        return cls(module, make_optimizer(module), mesh, settings)
+
 
 class ExpertZeroSync(EmptyPasses, ZeroSync):
-    """ZeRO if ranks have different experts.
+    """ZeRO 1 if ranks have different experts.
 
     It sends gradients between backward passes, never inside one, because a backward pass may wait for other
     ranks' experts.
     """
 
-
-class ExpertDataParallel:
-    """All-reduces the gradients in every step; ranks have different experts."""
-
-    takes_sparse = True
-
-    def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
-    ) -> GradientSync:
-        share_weights(module, mesh)
-        return ExpertAllReduce(module, make_optimizer(module), mesh, settings)
-
-
-class ExpertShardedOptimizer(ShardedOptimizer):
-    """ZeRO 1; ranks have different experts."""
-
+    @classmethod
     def synchronize(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: RankMesh, settings: SyncSettings
+        cls, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: RankMesh, settings: SyncSettings
     ) -> GradientSync:
         experts = expert_names(module)
         groups = [
             SyncGroup(mesh.shard_group, lambda name: name not in experts),
             SyncGroup(mesh.expert_shard_group, lambda name: name in experts, ("sequence",)),
         ]
-        sync = ExpertZeroSync(module, optimizer, groups, self.num_rounds(settings), reacts=False)
+        sync = cls(module, optimizer, groups, cls.num_rounds(settings), reacts=False)
         sync.add_empty_passes(num_empty_passes(mesh, settings), settings.autocast)
         return sync
 
 
-class ExpertShardedGradients(ExpertShardedOptimizer):
-    """ZeRO 2; ranks have different experts."""
+class ExpertZeroGradientSync(ExpertZeroSync):
+    """ZeRO 2 if ranks have different experts."""
 
     during_backward = True

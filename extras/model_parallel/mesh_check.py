@@ -229,7 +229,7 @@ class _MeshCheck:
             passes = PipelinedPasses(pipeline, self._recipe(sync), sync, mesh)
         else:
             passes = self._whole_passes(sync)
-        found = self._run(passes, sync, mesh.data_rank, 0)
+        found = self._run(passes, sync, mesh.data.rank, 0)
         sync.reduce()
         layout = layout_of(network)
         assert layout is not None

@@ -9,7 +9,7 @@ from ringspark.extras.tables.tabm import TabM
 from ringspark.extras.tables.tabpack import TabPack
 
 # Arguments of a network that depend on the label.
-OF_LABEL = ("out_features", "center", "scale", "averages")
+OF_LABEL = ("out_features", "center", "scale", "averages", "link")
 # Patterns of the weights that depend on the number of outputs.
 OF_OUTPUTS = ("head.*", "heads", "biases", "effects.*", "shares", "temperature")
 
@@ -22,7 +22,7 @@ class MaskedTabPack(TabPack):
     """
 
     # A pack chooses members by their errors in the label, and there is no label yet.
-    candidates = None  # type: ignore[assignment]
+    choose_on = None  # type: ignore[assignment]
 
     def __init__(self, edges: Sequence[Sequence[float]], cardinalities: Sequence[int], **more: Any) -> None:
         super().__init__(edges, cardinalities, len(edges) + sum(cardinalities), **more)

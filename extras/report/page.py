@@ -36,6 +36,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunFacts], Sequence[Block]]], ...] = (
     ("classes", "Held-out rows: classes", held_out_rows.make_classes),
     ("numbers", "Held-out rows: predictions", held_out_rows.make_numbers),
     ("features", "Features", held_out_rows.make_features),
+    ("drift", "Drift and contributions", held_out_rows.make_drift),
     ("throughput", "Throughput", throughput.make),
     ("time", "Share of time", throughput.make_time_shares),
     ("memory", "Memory", environment.make_memory),

@@ -33,7 +33,7 @@ _REFUSED = {
 # Params that choose the rows and columns of a table, which all trials share.
 _OF_TABLES = (
     *("timeCol", "validationFraction", "validationIndicatorCol"),
-    *("labelCol", "weightCol", "featuresCol", "inputCols", "columns"),
+    *("labelCol", "offsetCol", "weightCol", "featuresCol", "inputCols", "columns"),
 )
 
 _SPEC = "model."

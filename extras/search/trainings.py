@@ -13,6 +13,7 @@ from pyspark import InheritableThread
 from ringspark.estimators import run_layout
 from ringspark.estimators.checked_fit import CheckedFit
 from ringspark.estimators.launch.owner import read_owner, write_owner
+from ringspark.estimators.prepared_fit import PreparedFit
 from ringspark.estimators.run.folder import RunFolder
 from ringspark.extras.runs.listing import discard_run
 from ringspark.extras.search.objective import Objective
@@ -130,7 +131,8 @@ class Trainings:
                 self._running.add(name)
                 if self._errors:
                     self.stop(name)
-                return estimator._train_on(spark, run, begin(run, fit), manifest)
+                prepared = PreparedFit(estimator, self._data.dataset)
+                return estimator._train_on(spark, run, begin(run, fit), manifest, prepared)
         finally:
             self._running.discard(name)
 

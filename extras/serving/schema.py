@@ -31,7 +31,7 @@ def signature_of(model: Any) -> Any:
     columns = _columns(model)
     if columns is None:
         return None
-    names, results = model._outputs()
+    names, results = model._all_outputs()
     outputs = [
         ColSpec(DataType.double if isinstance(of, DoubleType) else Repeated(DataType.double), name)
         for name, of in zip(names, results.types, strict=True)

@@ -18,6 +18,7 @@ from ringspark.estimators.inference.results import Classes, Values
 from ringspark.estimators.names import first_line
 from ringspark.extras.export.export import EXPORTERS, Export
 from ringspark.extras.export.samples import record_module
+from ringspark.extras.quantiles.outputs import QuantileResults, check_apart
 from ringspark.extras.serving.plain.network import FILES, load_network, weights_of
 from ringspark.extras.serving.plain.served import FILE, FORMAT_VERSION
 from ringspark.extras.serving.served_model import class_name, session_zone
@@ -32,7 +33,7 @@ RUNTIMES = {"onnx": ("onnxruntime",), "torch": ("torch", "safetensors")}
 
 # Packages of ringspark whose modules the copied package needs, and these modules; an empty tuple means all.
 _COPIED = {
-    "models": ("class_scores.py", "program.py", "operators.py"),
+    "models": ("class_scores.py", "program.py", "operators.py", "quantiles.py"),
     "pipelines": (
         "columns.py",
         "local_rows.py",
@@ -58,6 +59,10 @@ def write_served(stage: Any, folder: Path, runtime: str | None = None) -> list[s
     Without a `runtime`, takes ONNX Runtime if its results equal the network's results, else torch. Raises
     ValueError if no runtime gives equal results.
     """
+    if stage.getInnerCols() or stage.getContributionsCol():
+        raise ValueError(
+            "innerCols and contributionsCol need the whole stage; leave runtime unset, or clear both settings"
+        )
     inputs = local_inputs(stage._inputs, stage.inputColumns(), session_zone())
     folder.mkdir(parents=True)
     export = Export.of(stage)
@@ -130,6 +135,7 @@ def pin(package: str) -> str:
 
 
 def _describe_results(stage: Any) -> dict[str, Any]:
+    check_apart(stage)
     names, results = stage._outputs()
     described: dict[str, Any] = {
         "names": names,
@@ -142,6 +148,9 @@ def _describe_results(stage: Any) -> dict[str, Any]:
     if isinstance(results, Classes):
         thresholds = results.thresholds
         described |= {"type": "classes", "thresholds": None if thresholds is None else list(thresholds)}
+    if isinstance(results, QuantileResults):
+        described |= {"type": "quantiles", "quantiles": list(results.quantiles)}
+        described |= {"coverage": results.coverage, "correction": results.correction}
     return described
 
 

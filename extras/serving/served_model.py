@@ -17,6 +17,7 @@ from ringspark.estimators.names import first_line
 from ringspark.estimators.stages.spark_metadata import read_metadata
 from ringspark.estimators.stages.storage_root import find_session
 from ringspark.estimators.torch_model import TorchClassificationModel, TorchModel, TorchRegressionModel
+from ringspark.extras.quantiles.outputs import check_apart
 from ringspark.models.class_scores import name_classes
 from ringspark.pipelines import storage
 
@@ -66,7 +67,8 @@ class ServedModel:
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Returns the columns that `transform` would add. A column of integers may be stored as floats."""
         frame = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
-        names, results = self.stage._outputs()
+        check_apart(self.stage)
+        names, results = self.stage._all_outputs()
         predictor = self.stage._predictor(results=results)
         inputs, columns = self.stage._inputs, self.stage.inputColumns()
         predicted = predict_frame(predictor, inputs, columns, names, frame, session_zone())

@@ -11,6 +11,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import BooleanType, NumericType, StringType, StructField
 
+from ringspark.estimators.training.objective.deviance import check_range, family_of, find_power
 from ringspark.extras.tables.tabm import IGNORED
 from ringspark.pipelines.columns import quote
 
@@ -19,6 +20,8 @@ _MAX_CLASSES = 1_000
 _FEW_DIGITS = 100 * 2.0**-24
 _LARGEST_LABEL = float(np.finfo(np.float32).max)
 _LEAST_LABEL = float(np.finfo(np.float32).tiny)
+# Largest magnitude of an offset with a log link.
+_FARTHEST = 80.0
 
 
 def check_label_type(label: StructField, task: str) -> None:
@@ -32,15 +35,27 @@ def check_label_type(label: StructField, task: str) -> None:
 
 
 def look_at_label(
-    dataset: DataFrame, held: Column, label: StructField, task: str
+    dataset: DataFrame, held: Column, label: StructField, task: str, loss: Any = "", offset: str | None = None
 ) -> tuple[Column, dict[str, Any]]:
     """Returns the label as a number of mean 0 and variance 1, and network arguments that depend on it."""
     value, rows = F.col(quote(label.name)), dataset.where(~held)
     if task == "regression":
-        number = value.cast("double")
-        found = rows.agg(F.avg(number), F.stddev_pop(number), F.max(F.abs(number))).head()
+        number, power = value.cast("double"), find_power(loss)
+        known = F.lit(0.0)
+        if offset is not None:  # the fit refuses or skips rows without an offset
+            known = F.coalesce(F.nanvl(F.col(quote(offset)).cast("double"), F.lit(0.0)), F.lit(0.0))
+        number = number if power else number - known
+        found = rows.agg(
+            *(F.avg(number), F.stddev_pop(number), F.max(F.abs(number)), F.min(number)),
+            *(F.avg(F.exp(known)), F.max(F.abs(known))),
+        ).head()
         assert found is not None
-        mean, deviation, largest = (each or 0.0 for each in found)
+        mean, deviation, largest, least, exposure, farthest = (each or 0.0 for each in found)
+        if power and farthest > _FARTHEST:
+            raise ValueError(
+                f"offsetCol {offset!r} has values up to {farthest:g}, and their exponentials are too large "
+                "for float32; give the logarithm of the exposure"
+            )
         if not largest < math.inf:  # NaN is the largest for Spark
             raise ValueError(
                 f"label {label.name!r} has NaN or infinite values; drop these rows, for example by "
@@ -64,6 +79,14 @@ def look_at_label(
                 stacklevel=7,
             )
         arguments = {"out_features": 1, "center": mean, "scale": deviation or 1.0}
+        if power:
+            check_range(label.name, loss, least)
+            if mean == 0:
+                raise ValueError(
+                    f"label {label.name!r} is 0 in all training rows, and loss {family_of(loss)!r} needs a "
+                    "mean above 0; give rows with larger labels"
+                )
+            arguments |= {"center": math.log(mean / exposure), "scale": mean ** (2 - power), "link": "log"}
         return F.coalesce((number - mean) / (deviation or 1.0), F.lit(0.0)), arguments
     # Held-out rows count, too, so that the choice of held-out rows does not change the number of classes.
     is_class = value.isNotNull()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ringspark.estimators.prepared_fit import is_for_tables
+from ringspark.estimators.training.objective.deviance import family_of, find_power
+from ringspark.extras.tables.monotone import find_signs
 from ringspark.extras.tables.table_plan import TablePlan
 from ringspark.extras.tables.tabm import RARE_FROM
 from ringspark.models import ModelSpec
@@ -26,10 +28,36 @@ def complete_table(estimator: Any, plan: TablePlan, model: ModelSpec) -> dict[st
     arguments = {"edges": plan.edges, "cardinalities": plan.kind.cardinalities, **plan.outputs}
     if (width := _WIDTHS // (len(plan.edges) + len(plan.kind.cardinalities))) < _WIDTH:
         arguments |= dict.fromkeys(("number_width", "category_width"), max(1, width))
+    if monotone := estimator.getMonotone():
+        signs = find_signs(monotone, plan, {**plan.outputs, **model.kwargs}["out_features"])
+        if model.kwargs.get("monotone", signs if is_for_tables(model) else []) != signs:
+            raise ValueError(
+                f"initialModel was not trained with monotone={monotone!r}; give the same monotone, or leave "
+                "one of them unset"
+            )
+        arguments["monotone"] = signs
     if model.target == "tabpack" and plan.rows > LARGE and not {"rates", "dropouts"} & model.kwargs.keys():
         arguments |= {"rates": [1.0] * len(_LARGE_DROPOUTS), "dropouts": _LARGE_DROPOUTS}
+    quantiles = estimator.getQuantiles() if estimator.hasParam("quantiles") else None
+    if quantiles:
+        arguments["quantiles"] = quantiles
     spec = ModelSpec(model.target, (arguments if is_for_tables(model) else {}) | model.kwargs)
+    if estimator._task == "regression" and is_log(estimator) != (spec.kwargs.get("link") == "log"):
+        raise ValueError(
+            f"loss {estimator.getLoss()!r} needs another network than this run, search or initialModel has; "
+            "set the loss of the earlier fit, or start without it"
+        )
+    if (trained := spec.kwargs.get("quantiles")) != quantiles:
+        raise ValueError(
+            f"the network predicts the quantiles {trained}, and quantiles is {quantiles}; set quantiles to "
+            "those of the network, or fit a new network without initialModel"
+        )
     return {"model": spec, **_recipe(estimator, plan, model.target)}
+
+
+def is_log(estimator: Any) -> bool:
+    """Whether the network returns a positive mean, which the loss compares by a deviance."""
+    return find_power(estimator.getLoss()) is not None
 
 
 def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
@@ -79,12 +107,22 @@ def _recipe(estimator: Any, plan: TablePlan, network: str) -> dict[str, Any]:
         del recipe["patience"]
     if estimator._task == "any":
         del recipe["loss"]
+    elif is_regression and is_log(estimator):
+        loss = family_of(estimator.getLoss())
+        family, *power = loss.split("_")
+        recipe["metrics"] = ["_".join((family, "deviance", *power)), "rmse"]
+        return {**unset(estimator, recipe), "loss": f"{loss}_per_member"}
     elif is_regression:
         recipe["metrics"] = ["rmse", "r2"]
+        if quantiles := estimator.getQuantiles():
+            recipe["loss"] = "pinball_per_member"
+            recipe["metrics"] = ["pinball_loss", *(["coverage"] if quantiles[1:] else [])]
     else:
         # The temperature also if the user has other metrics.
         own = estimator.getMetrics() if estimator.isSet(estimator.metrics) else ["accuracy", "log_loss"]
-        recipe["metrics"] = own if "temperature" in own else [*own, "temperature"]
+        # A temperature would also divide the offset, which is known.
+        is_complete = "temperature" in own or bool(estimator.getOffsetCol())
+        recipe["metrics"] = own if is_complete else [*own, "temperature"]
         return {**unset(estimator, recipe), "metrics": recipe["metrics"]}
     return unset(estimator, recipe)
 

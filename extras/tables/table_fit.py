@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import DecimalType, StructField, StructType
+from pyspark.sql.types import DecimalType, NumericType, StructField, StructType
 
 from ringspark.estimators import run_layout
 from ringspark.estimators.columns.schema import FieldIndex, find_field
@@ -22,6 +22,7 @@ from ringspark.estimators.held_out_rows import HeldOut, hold_out
 from ringspark.estimators.initial_model import OR_NEW, table_kind
 from ringspark.estimators.prepared_fit import NETWORKS, TABLE_COLUMN, Plans, PreparedFit
 from ringspark.estimators.stages.declared import value_of
+from ringspark.estimators.training.objective.deviance import find_power
 from ringspark.extras.tables.label import check_label_type, look_at_label
 from ringspark.extras.tables.recipe import LARGE, complete_table, unset
 from ringspark.extras.tables.table_plan import TablePlan, plan_table
@@ -57,6 +58,7 @@ def prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: 
         besides = f" besides the label {label.name!r}" if label else ""
         raise ValueError(f"the DataFrame has no column{besides}; give it some inputs")
     check_names_differ(names, exact)
+    monotone = _monotone(estimator, schema, exact, names)
     kinds = estimator.getColumns()
     if chosen := sorted(kinds.keys() - {*label_names}):
         raise ValueError(
@@ -65,21 +67,30 @@ def prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: 
         )
     split = hold_out(estimator, plans.fix_rows(dataset), [*label_names, *names], plans.is_dry_run)
     asked, initial = [task, label.name if label else "", *names], estimator.getInitialModel()
-    key = (*asked, split.indicator, estimator.getRunUri(), id(initial))
+    offset = estimator._find_offset(FieldIndex(schema, exact))
+    of_label = {"loss": estimator.getLoss(), "offset": offset}
+    key = (
+        *asked,
+        split.indicator,
+        estimator.getRunUri(),
+        id(initial),
+        str(of_label),
+        str(sorted(monotone.items())),
+    )
     if key not in plans.known:
         stored = _stored_plan(search_uri or _begun_run(estimator, dataset), asked)
-        plans.known[key] = stored or _plan(split, label, asked, initial, plans.is_dry_run)
+        plans.known[key] = stored or _plan(split, label, asked, initial, plans.is_dry_run, of_label, monotone)
     plan = plans.known[key]
     if not plans.is_dry_run:
         _warn_of_columns(plan.uses)
-    inner = estimator.copy()
+    inner = estimator.copy({estimator.monotone: monotone} if monotone else None)
     inner._resetUid(estimator.uid)
     for name in ("featuresCol", "validationFraction", "timeCol"):
         inner.clear(inner.getParam(name))
     model = ModelSpec(NETWORKS[0]) if initial is None else initial._network_to_train()
     if initial is None and estimator.isDefined(estimator.model):
         model = estimator.getModel()
-    completion = complete_table(estimator, plan, model)
+    completion = complete_table(inner, plan, model)
     if plans.is_dry_run:
         # Both depend on the rows; these placeholders pass every check that real values pass.
         completion |= unset(estimator, {"batchSize": LARGE, "warmupSteps": 0})
@@ -98,7 +109,12 @@ def prepare_table(estimator: Any, dataset: DataFrame, plans: Plans, search_uri: 
         row = plan.kind.adopt(TABLE_COLUMN, table).select(None, table)
     frame = split.dataset.withColumn(TABLE_COLUMN, row)
     weight = value_of(estimator, "weightCol")
-    for each in (label, weight and find_field(weight, "weightCol", schema, exact)):
+    others = (
+        find_field(name, setting, schema, exact)
+        for name, setting in ((weight, "weightCol"), (offset, "offsetCol"))
+        if name
+    )
+    for each in (label, *others):
         if each and isinstance(each.dataType, DecimalType):
             frame = frame.withColumn(each.name, F.col(quote(each.name)).cast("double"))
     return PreparedFit(inner, frame, plan, frozenset(unset(estimator, completion)) - {"model"})
@@ -133,7 +149,13 @@ def _stored_plan(uri: str | None, asked: list[str]) -> TablePlan | None:
 
 
 def _plan(
-    split: HeldOut, label: StructField | None, asked: list[str], initial: Any, is_dry_run: bool
+    split: HeldOut,
+    label: StructField | None,
+    asked: list[str],
+    initial: Any,
+    is_dry_run: bool,
+    of_label: dict[str, Any],
+    monotone: Collection[str],
 ) -> TablePlan:
     held = F.coalesce(F.col(quote(split.indicator)).cast("boolean"), F.lit(False))
     outputs: dict[str, Any] = {}
@@ -141,10 +163,11 @@ def _plan(
         target = F.lit(0.0)
     elif is_dry_run:
         outputs = {"out_features": 1 if asked[0] == "regression" else 2}
+        outputs |= {"link": "log"} if find_power(of_label["loss"]) else {}
     elif initial is None or initial.without_label:
-        target, outputs = look_at_label(split.dataset, held, label, asked[0])
+        target, outputs = look_at_label(split.dataset, held, label, asked[0], **of_label)
     if initial is None:
-        plan = _UNKNOWN_ROWS if is_dry_run else plan_table(split.dataset, asked[2:], held, target)
+        plan = _UNKNOWN_ROWS if is_dry_run else plan_table(split.dataset, asked[2:], held, target, monotone)
         return replace(plan, outputs=outputs, asked=asked)
     plan = initial_plan(initial, asked[2:], 1 if is_dry_run else split.dataset.where(~held).count(), asked)
     return replace(plan, outputs=outputs) if initial.without_label else plan
@@ -168,12 +191,16 @@ def _input_names(estimator: Any, schema: StructType, exact: bool, labels: Sequen
         fields.find(name, setting).name if (name := value_of(estimator, setting)) else None
         for setting in ("validationIndicatorCol", "weightCol")
     )
+    offset = estimator._find_offset(fields)
     param = next((p for p in ("inputCols", "featuresCol") if estimator.isSet(estimator.getParam(p))), None)
     if param is None:
-        others = {*labels, indicator, weight}
+        teacher = value_of(estimator, "teacher")
+        taught = {field.name for field in fields.all(teacher)} if isinstance(teacher, str) else set()
+        others = {*labels, *taught, indicator, weight, offset}
         return [name for name in schema.names if name not in others and not _OF_TUNERS.fullmatch(name)]
-    # Only a named weight is an input, too.
-    names = [fields.find(name, param).name for name in estimator.inputColumns()]
+    # Only a named weight or offset is an input, too.
+    named = estimator.inputColumns()
+    names = [fields.find(name, param).name for name in (named if offset is None else named[:-1])]
     for name in {*labels, indicator}.intersection(names):
         setting = "validationIndicatorCol" if name == indicator else "labelCol"
         raise ValueError(
@@ -181,6 +208,20 @@ def _input_names(estimator: Any, schema: StructType, exact: bool, labels: Sequen
             f"other columns for {param}"
         )
     return names
+
+
+def _monotone(estimator: Any, schema: StructType, exact: bool, inputs: Sequence[str]) -> dict[str, str]:
+    """Returns the setting `monotone` with the names as the DataFrame spells them."""
+    found = {}
+    for name, direction in (estimator.getMonotone() or {}).items():
+        field = find_field(name, "monotone", schema, exact)
+        if field.name not in inputs or not isinstance(field.dataType, NumericType):
+            what = "no input" if field.name not in inputs else f"of type {field.dataType.simpleString()}"
+            raise ValueError(
+                f"monotone names the column {field.name!r}, which is {what}; name numeric inputs"
+            )
+        found[field.name] = direction
+    return found
 
 
 def _warn_of_columns(uses: Sequence[ColumnUse]) -> None:

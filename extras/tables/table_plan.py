@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame
+from pyspark.sql.types import StructType
 
+from ringspark.extras.tables.drift import count_rows, with_counts
 from ringspark.extras.tables.table_statistics import (
     FOLDS,
     LARGEST,
@@ -41,6 +43,7 @@ _DAY = 86_400.0
 _MIN_SPAN = {"hour": 0.0, "weekday": 8 * _DAY, "monthday": 45 * _DAY, "yearday": 500 * _DAY}
 _STEPS = {"hour": 24, "weekday": 7, "monthday": 31, "yearday": 26}
 _LEAK = 0.98
+_MAX_COUNTED = 1_000_000
 _FAR = 1e6
 
 
@@ -87,13 +90,20 @@ class _Choice:
     edges: tuple[list[float], ...] = ()
 
 
-def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target: SparkColumn) -> TablePlan:
+def plan_table(
+    frame: DataFrame,
+    names: Sequence[str],
+    held: SparkColumn,
+    target: SparkColumn,
+    monotone: Collection[str] = (),
+) -> TablePlan:
     """Returns the plan for the columns `names` of a DataFrame. Runs a few Spark jobs.
 
     Args:
         held: Whether a row is held out. Held-out rows show whether a number is an id, and whether its values
             keep growing beyond the training values.
         target: The label as a number of mean 0 and variance 1.
+        monotone: Columns that must not become ids.
 
     Raises:
         ValueError: There are no training rows, no held-out rows, or no useful columns.
@@ -117,7 +127,7 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
     columns: list[TableColumn] = []
     edges: list[list[float]] = []
     for leaf, measured in zip(leaves, measures, strict=True):
-        choice = _choose(leaf, measured, rows, zone)
+        choice = _choose(leaf, measured, rows, zone, leaf.name in monotone)
         columns += choice.columns
         edges += choice.edges
         # Few rows agree with anything. The correlation of huge numbers is unknown.
@@ -137,10 +147,21 @@ def plan_table(frame: DataFrame, names: Sequence[str], held: SparkColumn, target
     if not columns:
         left_out = "; ".join(f"{use.column!r}: {use.reason}" for use in uses[:3])
         raise ValueError(f"no column of the table is of use to a network ({left_out}); give other columns")
-    return TablePlan(kind=TableRow(tuple(columns)), edges=edges, uses=uses, rows=rows)
+    return TablePlan(
+        kind=_count(frame, held, TableRow(tuple(columns)), rows), edges=edges, uses=uses, rows=rows
+    )
 
 
-def _choose(leaf: Leaf, measured: Measure, rows: int, zone: str) -> _Choice:
+def _count(frame: DataFrame, held: SparkColumn, kind: TableRow, rows: int) -> TableRow:
+    """Stores the numbers of training rows by value in `kind`. Counts a random sample of a large table."""
+    counted = frame.where(~held)
+    if rows > _MAX_COUNTED:
+        counted = counted.sample(_MAX_COUNTED / rows, 0)
+    table = StructType([frame.schema[name] for name in kind.sources])
+    return with_counts(kind, count_rows(counted, kind, kind.select(None, table)))
+
+
+def _choose(leaf: Leaf, measured: Measure, rows: int, zone: str, is_monotone: bool) -> _Choice:
     place: dict[str, Any] = {
         "name": leaf.name, "path": leaf.path, "item": leaf.item, "length": leaf.length,
         "type": leaf.type, "origin": leaf.origin, "day_first": leaf.day_first,
@@ -169,9 +190,10 @@ def _choose(leaf: Leaf, measured: Measure, rows: int, zone: str) -> _Choice:
         return _choose_date(measured, place, standard, edges)
     if measured.is_beyond:
         return _Choice("left out", "every held-out value lies above all training values")
+    standard["edges"] = tuple(edges[1:-1])
     column, bins = TableColumn(**standard, **place), f"{len(edges) - 1} bins"
     bins = f"text of numbers, {bins}" if is_text else bins
-    if _is_id_in_disguise(measured):
+    if not is_monotone and _is_id_in_disguise(measured):
         levels = tuple(sorted(float(value) for value in measured.repeats(2)))
         ids = TableColumn(form="levels", levels=levels, **place)
         return _Choice("number and category", f"{bins}, {len(levels)} ids", (column, ids), (edges,))
@@ -188,6 +210,7 @@ def _choose_date(
     edges = [] if measured.is_beyond else [trend]
     for name in parts:
         edges += [np.linspace(-2.0, 2.0, _STEPS[name] + 1).tolist(), [-1.0, 0.0, 1.0], [-1.0, 0.0, 1.0]]
+    standard["edges"] = tuple(trend[1:-1])
     column = TableColumn(form="calendar", parts=parts, has_trend=not measured.is_beyond, **standard, **place)
     found = [*(["trend"] if column.has_trend else []), *parts]
     if not found:

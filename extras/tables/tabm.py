@@ -8,10 +8,12 @@ inputs and outputs of shared matrices (Wen, Tran and Ba 2020, "BatchEnsemble").
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from statistics import NormalDist
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from ringspark.models.chain import Link
 from ringspark.models.checks import check_dropout, check_sizes
@@ -89,8 +91,11 @@ class TableNetwork(nn.Module):
 
     Args:
         edges, cardinalities, unknown: See `TabM`.
-        center, scale: Mean and standard deviation of the label of a regression.
+        center, scale: Mean and standard deviation of the label of a regression. With link="log": logarithm
+            of the label's mean, and the divisor of the gradients.
         averages: "values" or "probabilities": the outputs of the members to average.
+        link: "log" if the prediction is a positive mean, exp(center + output), else "identity".
+        quantiles: Ascending probabilities; the outputs are the label's quantiles for them. Empty: the mean.
     """
 
     effects: nn.ModuleList
@@ -103,6 +108,8 @@ class TableNetwork(nn.Module):
         center: float,
         scale: float,
         averages: str,
+        link: str,
+        quantiles: Sequence[float],
     ) -> None:
         super().__init__()
         check_dropout("unknown", unknown)
@@ -110,7 +117,10 @@ class TableNetwork(nn.Module):
             raise ValueError("edges and cardinalities are both empty; give a number or a category")
         if averages not in ("values", "probabilities"):
             raise ValueError(f"averages must be 'values' or 'probabilities', got {averages!r}")
+        if link not in ("identity", "log"):
+            raise ValueError(f"link must be 'identity' or 'log', got {link!r}")
         self.center, self.scale, self.averages, self.unknown = center, scale, averages, unknown
+        self.is_log, self.quantiles = link == "log", tuple(quantiles)
         # Names with many values also shift the output on their own, like a random effect of statistics.
         self.effect_columns = [column for column, n in enumerate(cardinalities) if n > RARE_FROM]
         if averages == "probabilities":
@@ -124,17 +134,52 @@ class TableNetwork(nn.Module):
             ids = ids.masked_fill(torch.rand(ids.shape, device=ids.device) < self.unknown, 0)
         return ids
 
-    def add_effects(self, outputs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def add_effects(
+        self, outputs: torch.Tensor, ids: torch.Tensor, offset: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Adds the effects of frequent names, and the offset, (batch,), to outputs (..., batch, outputs)."""
         for column, table in zip(self.effect_columns, self.effects, strict=True):
             outputs = outputs + table(ids[:, column])
-        return outputs
+        if offset is None:
+            return outputs
+        if self.averages == "probabilities":  # of the last class
+            return outputs + functional.pad(offset.float()[:, None], (outputs.shape[-1] - 1, 0))
+        return outputs + offset.float()[:, None] / (1 if self.is_log else self.scale)
+
+    @property
+    def initial_outputs(self) -> torch.Tensor:
+        """Outputs that predict the quantiles of a standardized normal label, (quantiles,)."""
+        first, *others = map(NormalDist().inv_cdf, self.quantiles)
+        # The inverse of softplus.
+        return torch.tensor([first, *(math.log(math.expm1(b - a)) for a, b in pairwise([first, *others]))])
+
+    def to_distances(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Returns the lowest quantile and the distances between neighbors, which are never negative.
+
+        Their means over members are not negative either, so the quantiles of the mean do not cross. Without
+        quantiles, returns the outputs.
+        """
+        if not self.quantiles:
+            return outputs
+        return torch.cat([outputs[..., :1], functional.softplus(outputs[..., 1:])], -1)
 
     def to_label(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Returns center + scale * outputs in fp32 or wider. 16 bits would lose a small scale."""
+        """Returns predictions of the label in fp32 or wider. 16 bits would lose a small scale.
+
+        With quantiles, `outputs` are distances (`to_distances`), which are summed first.
+        """
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        if self.training and self.scale != 1 and outputs.requires_grad:
+        # The squared error has the square of the label's unit, and the other losses have the unit.
+        unit = self.scale if self.is_log or self.quantiles else self.scale**2
+        if self.training and unit != 1 and outputs.requires_grad:
             # As for a standardized label. Adam's epsilon would swallow a tiny gradient.
-            outputs.register_hook(lambda gradient: gradient / self.scale**2)  # type: ignore[no-untyped-call]
+            outputs.register_hook(lambda gradient: gradient / unit)  # type: ignore[no-untyped-call]
+        if self.is_log:
+            # Outside of this range, the mean overflows or underflows in fp32.
+            return (self.center + outputs).clamp(-85.0, 85.0).exp()
+        if self.quantiles:
+            # Not `cumsum`, which adds in another order on a GPU, so that rounding may cross quantiles.
+            outputs = torch.stack(list(accumulate(outputs.unbind(-1), torch.add)), -1)
         return self.center + self.scale * outputs
 
     def to_logits(self, probabilities: torch.Tensor) -> torch.Tensor:
@@ -179,6 +224,8 @@ class TabM(TableNetwork):
         center: Mean of a regression's label.
         scale: Standard deviation of a regression's label. Outputs are `center + scale * value`.
         averages: "values" averages outputs; "probabilities" averages class probabilities and returns logits.
+        link: "log" for a positive mean; see `TableNetwork`.
+        quantiles: Ascending probabilities of the label's quantiles, one output each; empty: `out_features`.
 
     Raises:
         ValueError: If an argument is out of range, or there is no input at all.
@@ -199,8 +246,11 @@ class TabM(TableNetwork):
         center: float = 0.0,
         scale: float = 1.0,
         averages: str = "values",
+        link: str = "identity",
+        quantiles: Sequence[float] = (),
     ) -> None:
-        super().__init__(edges, cardinalities, unknown, center, scale, averages)
+        super().__init__(edges, cardinalities, unknown, center, scale, averages, link, quantiles)
+        out_features = len(quantiles) or out_features
         check_sizes(out_features=out_features, members=members, width=width, depth=depth)
         check_sizes(number_width=number_width, category_width=category_width)
         check_dropout("dropout", dropout)
@@ -218,15 +268,18 @@ class TabM(TableNetwork):
         )
         bound = 1 / math.sqrt(width)
         self.heads = nn.Parameter((torch.rand(members, out_features, width) * 2 - 1) * bound)
-        self.biases = nn.Parameter(torch.zeros(members, out_features))
+        biases = torch.zeros(members, out_features)
+        self.biases = nn.Parameter(biases + self.initial_outputs if quantiles else biases)
 
-    def forward(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Maps (batch, M) numbers, NaN if missing, and (batch, K) ids to outputs.
+    def forward(
+        self, numbers: torch.Tensor, ids: torch.Tensor, offset: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Maps (batch, M) numbers, NaN if missing, (batch, K) ids and an offset (batch,) to outputs.
 
         Returns:
             (batch, members, out_features) in training, otherwise the mean (batch, out_features).
         """
-        x, effect = self._embed(numbers, ids)
+        x, effect = self._embed(numbers, ids, offset)
         for block in self.blocks:
             x, effect = block(x, effect)
         return self._predict(x, effect)
@@ -237,16 +290,21 @@ class TabM(TableNetwork):
         parts = ("heads", "biases", *(["temperature"] if self.averages == "probabilities" else []))
         return [inputs, *blocks, Link("head", self._predict, parts)]
 
-    def _embed(self, numbers: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _embed(
+        self, numbers: torch.Tensor, ids: torch.Tensor, offset: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the first block's input (batch, 1, in_dim), and what the head adds (batch, 1, outputs)."""
         ids = self.hide_some(ids)
         vectors = [self.numbers(numbers)] if numbers.shape[1] else []
         vectors += [table(ids[:, column]) for column, table in enumerate(self.embeddings)]
         effect = torch.zeros(len(ids), self.heads.shape[1], dtype=self.heads.dtype, device=ids.device)
-        return torch.cat(vectors, 1)[:, None], self.add_effects(effect, ids)[:, None]
+        return torch.cat(vectors, 1)[:, None], self.add_effects(effect, ids, offset)[:, None]
 
     def _predict(self, x: torch.Tensor, effect: torch.Tensor) -> torch.Tensor:
-        outputs = torch.einsum("bkw,kow->bko", x, self.heads) + self.biases + effect
+        outputs = self.to_distances(torch.einsum("bkw,kow->bko", x, self.heads) + self.biases + effect)
+        if self.quantiles and not self.training:
+            # Average distances, not quantiles: rounded means of quantiles could cross.
+            outputs = outputs.mean(1, keepdim=True)
         if self.training or self.averages == "values":
             outputs = self.to_label(outputs)
             return outputs if self.training else outputs.mean(1)

@@ -8,7 +8,7 @@ Tabular Deep Learning").
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ringspark.estimators.training.objective.losses import PinballLoss, RowLoss, resolve_loss
 from ringspark.extras.tables.tabm import IGNORED, RARE_FROM, RARE_STD, STD, NumberBins, TableNetwork
 from ringspark.models.checks import check_dropout, check_sizes
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 # rows.
 DROPOUTS = (0.0, 0.0, 0.1, 0.1, 0.2, 0.3, 0.4, 0.5)
 RATES = (1.0, 0.3, 1.0, 0.3, 1.0, 1.0, 0.5, 1.0)
+UNITS = 32
+"""Units of each member for constrained numbers."""
 
 
 class Packed(nn.Module):
@@ -126,6 +129,37 @@ class PackedBlock(PackedLinear):
         return out
 
 
+class MonotoneUnits(Packed):
+    """Units that rise with the features of each constrained number; the free network shifts and gates them.
+
+    Runje and Shankaranarayana 2023, "Constrained Monotonic Neural Networks": weights of one sign on the path
+    of a constrained number, and units of both curvatures. Here this path is one layer, and the free network
+    does not see the constrained numbers. A missing number is exempt.
+
+    Args:
+        rates: See `Packed`.
+        signs: For each constrained number, 1 if the prediction rises with it, -1 if it falls.
+        features: Number of features per number; they rise with the number.
+        width: Width of the free network.
+    """
+
+    def __init__(self, rates: torch.Tensor, signs: Sequence[int], features: int, width: int) -> None:
+        shape = (len(rates), len(signs) * features, UNITS)
+        super().__init__(rates, weight=torch.randn(shape) * 0.15, bias=torch.randn(len(rates), 1, UNITS))
+        self.conditions = PackedLinear(rates, width, 2 * UNITS)
+        self.register_buffer("signs", torch.tensor(signs, dtype=torch.float32)[:, None], persistent=False)
+
+    def forward(self, features: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
+        """Maps features (batch, numbers, features) and (members, batch, width) to (members, batch, 1)."""
+        assert isinstance(self.signs, torch.Tensor)
+        signed = (features * self.signs).flatten(1)
+        shifts, gates = self.conditions(free).chunk(2, 2)
+        convex, concave = (signed @ self.get("weight").abs() + self.get("bias") + shifts).chunk(2, 2)
+        units = torch.cat([convex.clamp_min(0), concave.clamp_max(0)], 2)
+        out: torch.Tensor = (functional.softplus(gates) * units).mean(2, keepdim=True)
+        return out
+
+
 class TabPack(TableNetwork):
     """Independent networks over the numbers and categories of a table; the prediction is a weighted mean.
 
@@ -133,7 +167,9 @@ class TabPack(TableNetwork):
         dropouts: For each member, the probability of zeroing a hidden unit in training.
         rates: For each member, a factor of the learning rate, above 0.
         edges, cardinalities, out_features, width, depth, number_width, category_width, unknown, center,
-            scale, averages: See `TabM`.
+            scale, averages, link, quantiles: See `TabM`.
+        monotone: For each number, 1 if the value or the logit of class 1 must not fall when the number rises,
+            -1 if it must not rise, or 0. Empty: all 0.
 
     Raises:
         ValueError: If an argument is out of range, or there is no input at all.
@@ -154,8 +190,12 @@ class TabPack(TableNetwork):
         center: float = 0.0,
         scale: float = 1.0,
         averages: str = "values",
+        link: str = "identity",
+        quantiles: Sequence[float] = (),
+        monotone: Sequence[int] = (),
     ) -> None:
-        super().__init__(edges, cardinalities, unknown, center, scale, averages)
+        super().__init__(edges, cardinalities, unknown, center, scale, averages, link, quantiles)
+        out_features = len(quantiles) or out_features
         check_sizes(out_features=out_features, width=width, depth=depth, members=len(rates))
         check_sizes(number_width=number_width, category_width=category_width)
         for dropout in dropouts:
@@ -165,7 +205,13 @@ class TabPack(TableNetwork):
         shares = torch.tensor(rates)
         self.bins = NumberBins(edges)
         # Tables without a column of this type have no weights for it.
-        self.numbers = PackedNumbers(shares, len(edges), self.bins.features, number_width) if edges else None
+        signs = list(monotone) or [0] * len(edges)
+        if len(signs) != len(edges) or not {-1, 0, 1}.issuperset(signs) or (any(signs) and out_features > 2):
+            raise ValueError("monotone must have -1, 0 or 1 per number, and at most two outputs")
+        self.free = [number for number, sign in enumerate(signs) if not sign]
+        self.bound = [number for number, sign in enumerate(signs) if sign]
+        free = len(self.free)
+        self.numbers = PackedNumbers(shares, free, self.bins.features, number_width) if free else None
         self.embeddings = nn.ModuleList(
             PackedTable(shares, n, min(n, category_width), RARE_STD if n > RARE_FROM else STD)
             for n in cardinalities
@@ -174,54 +220,76 @@ class TabPack(TableNetwork):
             PackedTable(shares, n, out_features, 0.0) for n in cardinalities if n > RARE_FROM
         )
         widths = [
-            len(edges) * (number_width + 1) + sum(min(n, category_width) for n in cardinalities),
+            free * (number_width + 1) + len(self.bound) + sum(min(n, category_width) for n in cardinalities),
             *[width] * depth,
         ]
         self.hidden = nn.Sequential(
             *(PackedBlock(shares, torch.tensor(dropouts), *pair) for pair in pairwise(widths))
         )
         self.head = PackedLinear(shares, width, out_features)
+        if quantiles:
+            with torch.no_grad():
+                self.head.bias += self.initial_outputs / shares[:, None, None]  # type: ignore[operator]
+        # Without the rank and the flag of a missing number.
+        rising, bound = self.bins.features - 2, [sign for sign in signs if sign]
+        self.units = MonotoneUnits(shares, bound, rising, width) if bound else None
         self.register_buffer("shares", torch.full((len(rates),), 1 / len(rates)))
 
-    def forward(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Maps (batch, M) numbers, NaN if missing, and (batch, K) ids to outputs.
+    def forward(
+        self, numbers: torch.Tensor, ids: torch.Tensor, offset: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Maps (batch, M) numbers, NaN if missing, (batch, K) ids and an offset (batch,) to outputs.
 
         Returns:
             (batch, members, out_features) in training, otherwise the weighted mean (batch, out_features).
         """
-        outputs = self._outputs(numbers, ids)
+        outputs = self._outputs(numbers, ids, offset)
         if self.training:
             return self.to_label(outputs.transpose(0, 1))
         mean = torch.einsum("kbo,k->bo", self._predictions(outputs), self.shares)
-        return self.to_logits(mean) if self.averages == "probabilities" else self.to_label(mean)
+        if self.averages == "probabilities":
+            return self.to_logits(mean)
+        return mean if self.is_log else self.to_label(mean)
 
     @torch.no_grad()
-    def candidates(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def candidates(
+        self, numbers: torch.Tensor, ids: torch.Tensor, offset: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Returns each member's predictions, first with its best weights, then with its present weights.
 
         Returns:
-            (2 * members, batch, out_features): probabilities, or standardized values of a regression.
+            (2 * members, batch, out_features): probabilities, positive means, standardized values of a
+            regression, or distances of quantiles (`to_distances`).
         """
+        inputs = (numbers, ids, offset)
         if not self.head.is_chosen:
             # There are no best weights yet, so both candidates are the present weights.
-            return self._predictions(self._outputs(numbers, ids)).repeat(2, 1, 1)
+            return self._predictions(self._outputs(*inputs)).repeat(2, 1, 1)
         found = []
         packed = [module for module in self.modules() if isinstance(module, Packed)]
         for is_live in (False, True):
             for module in packed:
                 module.is_live = is_live
-            found.append(self._predictions(self._outputs(numbers, ids)))
+            found.append(self._predictions(self._outputs(*inputs)))
         for module in packed:
             module.is_live = False
         return torch.cat(found)
 
     @torch.no_grad()
-    def choose_on(self, batches: "Iterable[Batch]", data: "Collective", *, is_classes: bool) -> None:
+    def choose_on(
+        self, batches: "Iterable[Batch]", data: "Collective", *, is_classes: bool, loss: str = ""
+    ) -> None:
         """Chooses members by squared errors of values, or of class probabilities (Brier). Runs on every rank.
 
-        `batches` has this rank's held-out rows; `data` are the ranks with the other held-out rows.
+        Positive means are compared by their deviance, and quantiles by their pinball loss. `batches` has this
+        rank's held-out rows; `data` are the ranks with the other held-out rows.
         """
         assert isinstance(self.shares, torch.Tensor)
+        if self.quantiles or self.is_log:
+            device = self.shares.device
+            judge = PinballLoss(self.quantiles, device) if self.quantiles else resolve_loss(loss)
+            self._choose_by(judge, batches, data)
+            return
         members = len(self.shares)
         # A rank without rows takes part, too.
         sums = torch.zeros(2 * members, 2 * members, dtype=torch.float64, device=self.shares.device)
@@ -248,50 +316,112 @@ class TabPack(TableNetwork):
             products: Sums over held-out rows of the products of two candidates' errors, in the order of
                 `candidates`: (2 * members, 2 * members).
         """
-        members = len(products) // 2
-        is_first = not bool(self.head.is_chosen)
-        better = products.diagonal()[members:] < products.diagonal()[:members]
-        if is_first:
+        kept = self._keep_better(products.diagonal())
+        self._set_shares(choose_greedily(squared_error(products[kept][:, kept]), kept))
+
+    def _choose_by(self, loss: RowLoss, batches: "Iterable[Batch]", data: "Collective") -> None:
+        """Chooses members by a loss; keeps their predictions for all held-out rows in memory."""
+        assert isinstance(self.shares, torch.Tensor)
+        empty = self.shares.new_zeros(0)
+        # A rank without rows takes part, too.
+        parts = [(self.shares.new_zeros(2 * len(self.shares), 0, len(self.quantiles) or 1), empty, empty)]
+        for batch in batches:
+            if batch.num_rows:
+                given = batch.labels[0].flatten()
+                weight = torch.ones_like(given) if batch.weight is None else batch.weight
+                parts.append((self.candidates(*batch.inputs), given, weight))
+        predictions, labels, weights = zip(*parts, strict=True)
+        found, label, weight = torch.cat(predictions, 1), torch.cat(labels), torch.cat(weights)
+
+        def sum_losses(predicted: Iterable[torch.Tensor]) -> torch.Tensor:
+            """Returns the loss of each prediction, summed over the rows of all ranks."""
+            values = (self.to_label(each) if self.quantiles else each for each in predicted)
+            return data.all_reduce(torch.stack([(loss(v, label).double() * weight).sum() for v in values]))
+
+        kept = self._keep_better(sum_losses(found))
+        found = found[kept]
+
+        def score(counts: torch.Tensor) -> torch.Tensor:
+            together = torch.einsum("kbo,k->bo", found, counts.to(found.dtype))
+            return sum_losses((together + each) / (float(counts.sum()) + 1) for each in found)
+
+        self._set_shares(choose_greedily(score, kept))
+
+    def _keep_better(self, errors: torch.Tensor) -> torch.Tensor:
+        """Keeps the better weights of each member; returns the members' places in `candidates`.
+
+        Args:
+            errors: An error of each candidate, in the order of `candidates`: (2 * members,).
+        """
+        members = len(errors) // 2
+        better = errors[members:] < errors[:members]
+        if not bool(self.head.is_chosen):
             better = torch.ones_like(better)
         for module in self.modules():
             if isinstance(module, Packed):
                 module.keep(better)
-        kept = torch.arange(members, device=better.device) + members * better
-        shares = choose_greedily(products[kept][:, kept])
-        # Half an equal share each, because the choice also follows the noise of the held-out rows.
-        self.shares.copy_((shares + 1 / members) / 2)  # type: ignore[operator]
+        return torch.arange(members, device=better.device) + members * better
 
-    def _outputs(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def _set_shares(self, shares: torch.Tensor) -> None:
+        # Half an equal share each, because the choice also follows the noise of the held-out rows.
+        self.shares.copy_((shares + 1 / len(shares)) / 2)  # type: ignore[operator]
+
+    def _outputs(
+        self, numbers: torch.Tensor, ids: torch.Tensor, offset: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Returns the members' outputs, (members, batch, out_features), before scaling and averaging."""
         ids = self.hide_some(ids)
         members = len(self.shares)  # type: ignore[arg-type]
         parts = []
-        if self.numbers is not None:
+        if numbers.shape[1]:
             features, ranks = self.bins(numbers)
+        if self.units is not None:
+            bound, features, ranks = features[:, self.bound], features[:, self.free], ranks[:, self.free]
+            parts.append(bound[:, :, -1].expand(members, -1, -1))  # whether it is missing
+        if self.numbers is not None:
             parts += [self.numbers(features), ranks.expand(members, -1, -1)]
         parts += [table(ids[:, column]) for column, table in enumerate(self.embeddings)]
-        out: torch.Tensor = self.head(self.hidden(torch.cat(parts, 2)))
-        return self.add_effects(out, ids)
+        hidden = self.hidden(torch.cat(parts, 2))
+        out = self.head(hidden)
+        if self.units is not None:
+            rising = torch.cat([bound[:, :, :-3], bound[:, :, -2:-1]], 2)
+            # To the lowest quantile, from which the others have a distance, or to the last logit.
+            places = (0, out.shape[2] - 1) if self.quantiles else (out.shape[2] - 1, 0)
+            out = out + functional.pad(self.units(rising, hidden), places)
+        return self.to_distances(self.add_effects(out, ids, offset))
 
     def _predictions(self, outputs: torch.Tensor) -> torch.Tensor:
-        return outputs.softmax(2) if self.averages == "probabilities" else outputs
+        if self.averages == "probabilities":
+            return outputs.softmax(2)
+        return self.to_label(outputs) if self.is_log else outputs
 
 
-def choose_greedily(products: torch.Tensor, rounds: int = 50) -> torch.Tensor:
-    """Returns each member's share in a mean prediction with a small squared error.
+def squared_error(products: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns a score for `choose_greedily`, from sums over rows of the products of two members' errors."""
+
+    def score(counts: torch.Tensor) -> torch.Tensor:
+        errors = counts @ products @ counts + 2 * products @ counts + products.diagonal()
+        return errors / (counts.sum() + 1) ** 2
+
+    return score
+
+
+def choose_greedily(
+    score: Callable[[torch.Tensor], torch.Tensor], members: torch.Tensor, rounds: int = 50
+) -> torch.Tensor:
+    """Returns each member's share in a mean prediction with a small error.
 
     Adds one member to the mean per round, possibly one that was added before, until the error stops falling
     (Caruana et al. 2004).
 
     Args:
-        products: Sums over rows of the products of two members' errors, (members, members).
+        score: How often each member is in the mean -> errors of the means with one more of each member.
+        members: A tensor with one entry per member, on the device of the errors.
     """
-    counts = torch.zeros(len(products), dtype=products.dtype, device=products.device)
+    counts = torch.zeros(len(members), dtype=torch.float64, device=members.device)
     best = math.inf
-    for taken in range(1, rounds + 1):
-        # Of the sum with each member added: its squared error.
-        errors = counts @ products @ counts + 2 * products @ counts + products.diagonal()
-        error, member = (errors / taken**2).min(0)
+    for _ in range(rounds):
+        error, member = score(counts).min(0)
         if float(error) >= best * (1 - 1e-6):
             break
         best = float(error)

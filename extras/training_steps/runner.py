@@ -13,7 +13,7 @@ from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
 from ringspark.estimators.collectives.local_collective import LocalCollective
 from ringspark.estimators.parallel.base import GradientSync, keep_buffers
-from ringspark.estimators.parallel.data.data_parallel import synchronize
+from ringspark.estimators.parallel.data.gradient_all_reduce import synchronize
 from ringspark.estimators.parallel.mesh import RankMesh
 from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.build import build_configured_optimizer

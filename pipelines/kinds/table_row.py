@@ -86,6 +86,10 @@ class TableColumn:
         words: Known strings of the form "words"; string i has the id i + 1.
         parts: Keys of `CALENDAR`: the cyclic parts of the date that become numbers.
         has_trend: Whether the form "calendar" includes the standardized date.
+        edges: Ascending inner edges of bins over the standardized number or date; empty for forms with ids.
+        counts: Number of training rows per bin, or per id from 0 on, and last the rows without a value; empty
+            if the rows were not counted.
+        means: Mean standardized number of the training rows in each bin.
     """
 
     name: str
@@ -105,6 +109,9 @@ class TableColumn:
     words: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     has_trend: bool = True
+    edges: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+    means: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.form not in get_args(Form):
@@ -113,6 +120,8 @@ class TableColumn:
             raise ValueError(f"column {self.name!r} needs a scale above 0 and low <= high")
         if unknown := set(self.parts) - CALENDAR.keys():
             raise ValueError(f"parts of TableColumn must be in {list(CALENDAR)}, got {min(unknown)!r}")
+        if len(self.counts) not in (0, self.num_counts):
+            raise ValueError(f"column {self.name!r} needs {self.num_counts} counts, got {len(self.counts)}")
 
     @property
     def title(self) -> str:
@@ -128,6 +137,11 @@ class TableColumn:
     def num_ids(self) -> int:
         """Number of ids; 0 for numbers and dates."""
         return len(self.levels or self.words) + 1 if self.form in ("levels", "words") else 0
+
+    @property
+    def num_counts(self) -> int:
+        """Number of `counts`: one per bin or id, and one for missing values."""
+        return (self.num_ids or len(self.edges) + 1) + 1
 
     @property
     def num_numbers(self) -> int:
@@ -158,14 +172,20 @@ class TableColumn:
             data_type = field.dataType
         return data_type.simpleString()
 
+    def clean(self, values: NumpyArray) -> NumpyArray:
+        """Replaces non-finite float64 values by NaN, and moves times to the clock of the training."""
+        values = np.where(np.isfinite(values), values, np.nan)
+        return _on_clock(values, self.zone) if self.zone else values
+
+    def standardize(self, cleaned: NumpyArray, low: float, high: float) -> NumpyArray:
+        """Returns the result of `clean` as standardized numbers between `low` and `high`."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            return np.clip((cleaned - self.center) / self.scale, low, high)
+
     def numbers_of(self, values: NumpyArray) -> NumpyArray:
         """Converts float64 values of the table to the network's numbers: (rows, num_numbers) float32."""
-        values = np.where(np.isfinite(values), values, np.nan)
-        if self.zone:
-            values = _on_clock(values, self.zone)
-        with np.errstate(invalid="ignore", over="ignore"):
-            standard = np.clip((values - self.center) / self.scale, self.low, self.high)
-        found = [standard] if self.has_trend else []
+        values = self.clean(values)
+        found = [self.standardize(values, self.low, self.high)] if self.has_trend else []
         if self.form == "calendar":
             for name in self.parts:
                 turn = _calendar(name, values) / CALENDAR[name]
@@ -179,7 +199,7 @@ class TableColumn:
             found = pc.fill_null(pc.index_in(values, value_set=value_set(self.words)), -1)
             ids: NumpyArray = found.to_numpy(zero_copy_only=False) + 1
             return ids.astype(np.int32)
-        levels, given = np.array(self.levels), _doubles(values)
+        levels, given = np.array(self.levels), to_doubles(values)
         place = np.minimum(np.searchsorted(levels, given), len(levels) - 1)
         return np.where(levels[place] == given, place + 1, 0).astype(np.int32)
 
@@ -298,7 +318,7 @@ class TableRow(Kind):
                 rows["ids"][:, category] = column.ids_of(given)
                 category += 1
             else:
-                made = column.numbers_of(_doubles(given))
+                made = column.numbers_of(to_doubles(given))
                 rows["numbers"][:, number : number + made.shape[1]] = made
                 number += made.shape[1]
         buffer = pa.py_buffer(np.ascontiguousarray(rows).view(np.uint8))
@@ -452,7 +472,7 @@ def _find_field(data_type: DataType, name: str) -> Any:
     return alike[0] if len(alike) == 1 else None
 
 
-def _doubles(values: Any) -> NumpyArray:
+def to_doubles(values: Any) -> NumpyArray:
     """Converts to float64. Nulls become NaN; infinities stay."""
     return numbers(values.cast(pa.float64())).astype(np.float64, copy=False)
 

@@ -163,7 +163,7 @@ class Training:
         torch.manual_seed(0)
         exchange = SyncSettings(sync=AllReduce(compression=Compression.of(compression)))
         make = momentum(0.01, 0.0)
-        self.sync = STRATEGIES[exchange.sync.strategy]().prepare(
+        self.sync = STRATEGIES[exchange.sync.strategy].prepare(
             SPEC.build(), lambda module: make(module.parameters()), RankMesh.of(collective), exchange
         )
         self.scaler = LossScaler("fp32", torch.device("cpu"))

@@ -276,14 +276,23 @@ def test_a_class_that_the_stage_holds_is_not_imported(tmp_path, monkeypatch, sta
     for package in packages:
         (tmp_path / package / "__init__.py").touch()
     description = tmp_path / stage / DESCRIPTION
-    network = {"model": json.dumps({"target": f"{module}:Net", "kwargs": {}})}
-    description.write_text(json.dumps(json.loads(description.read_text()) | network))
+    network = {"target": f"{module}:Net", "kwargs": {}}
+
+    def describe(spec):
+        given = json.loads(description.read_text()) | {"model": json.dumps(spec)}
+        description.write_text(json.dumps(given))
+
+    describe(network)
     monkeypatch.syspath_prepend(str(tmp_path))
     if told is None:
         assert TorchRegressionModel.load(str(tmp_path / stage)).getModel().target == "net:Net"
     else:
         with pytest.raises(ValueError, match=f"is not imported: .*{told}.* set RINGSPARK_ALLOW_PICKLE=1"):
             TorchRegressionModel.load(str(tmp_path / stage)).module()
+        describe({"target": "torch.nn:Sequential", "kwargs": {"network": network}})
+        with pytest.raises(ValueError, match=f"is not imported: .*{told}"):
+            TorchRegressionModel.load(str(tmp_path / stage))
+        describe(network)
         monkeypatch.setenv("RINGSPARK_ALLOW_PICKLE", "1")
         assert TorchRegressionModel.load(str(tmp_path / stage)).getModel().target == f"{module}:Net"
     assert not (tmp_path / "ran").exists()

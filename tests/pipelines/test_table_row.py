@@ -32,6 +32,12 @@ def test_a_missing_string_has_an_id_of_its_own() -> None:
     assert column.ids_of(pa.array(["b", None, "new", "a"])).tolist() == [2, 3, 0, 1]
 
 
+def test_counts_of_other_bins_are_refused() -> None:
+    assert TableColumn(name="x", edges=(0.0,), counts=(3, 1, 2)).num_counts == 3
+    with pytest.raises(ValueError, match="column 'x' needs 3 counts, got 2"):
+        TableColumn(name="x", edges=(0.0,), counts=(3, 1))
+
+
 def test_a_timestamp_is_read_on_the_clock_of_the_training() -> None:
     noon = np.array([1_577_880_000.0, np.nan])  # 2020-01-01 12:00 in UTC
     for zone, hour in (("UTC", 12), ("Asia/Tokyo", 21), ("America/New_York", 7)):

@@ -22,7 +22,7 @@ from ringspark.estimators import TorchRegressionModel, TorchRegressor, WorkerErr
 from ringspark.estimators.training.checkpoint.weights import replacing
 from ringspark.pipelines import ShardManifest, open_reader, storage, write_shards
 from ringspark.pipelines.folder_removal import list_paths
-from ringspark.pipelines.source_files import path_states
+from ringspark.pipelines.table_files import path_states
 
 # aiohttp says so of every block that gcsfs and adlfs upload.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")

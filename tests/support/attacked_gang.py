@@ -17,7 +17,7 @@ import torch
 from ranks import run_ranks
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.data.data_parallel import synchronize
+from ringspark.estimators.parallel.data.gradient_all_reduce import synchronize
 
 STRANGER = str(Path(__file__).parent / "stranger.py")
 # The gang listens on 127.0.0.1, so 127.0.0.2 acts as another machine.

@@ -225,5 +225,5 @@ class Rounds:
         torch.manual_seed(0)
         mesh = RankMesh.of(collective, config.axes)
         # All ranks of a replica have the same rows.
-        rows = self.network.draw(self.network.rows // config.num_copies, mesh.data_rank)
+        rows = self.network.draw(self.network.rows // config.num_copies, mesh.data.rank)
         return MeasuredStep(config, self.network.spec.build(), mesh, rows, opened)

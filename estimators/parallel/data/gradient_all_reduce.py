@@ -17,13 +17,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import num_bytes
-from ringspark.estimators.parallel.base import GradientSync
+from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, SyncSettings, share_weights
 from ringspark.estimators.parallel.data.gradient_buckets import (
     BUCKET_BYTES,
     GradientBucket,
     split_into_buckets,
 )
 from ringspark.estimators.parallel.data.sparse_rows import split_parameters
+from ringspark.estimators.parallel.mesh import RankMesh
 
 Ranks = TypeVar("Ranks")
 
@@ -50,6 +51,8 @@ def choose_bucket_bytes(num_bytes: int, *, by_network: bool) -> int | None:
 
 class GradientAllReduce(GradientSync):
     """All-reduces gradients; a rank without rows in a step adds zeros."""
+
+    takes_sparse = True
 
     def __init__(
         self,
@@ -84,6 +87,15 @@ class GradientAllReduce(GradientSync):
         # An error keeps this object alive, and an all-reduce in flight would keep the connections open.
         for ranks in {id(ranks): ranks for ranks in (collective, *self._over)}.values():
             ranks.on_leave(self._in_flight.clear)
+
+    @classmethod
+    def prepare(
+        cls, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
+    ) -> GradientSync:
+        share_weights(module, mesh)
+        return synchronize(
+            module, make_optimizer(module), mesh.gradients, measures_local=settings.noise_scale
+        )
 
     def regroup(self) -> bool:
         self.remove_hooks()
@@ -156,6 +168,19 @@ class GradientAllReduce(GradientSync):
 
     def _name(self, number: int) -> str:
         return f"{self._prefix}.{number}"
+
+
+def synchronize(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    collective: Collective,
+    *,
+    measures_local: bool = False,
+    prefix: str = "gradients",
+) -> GradientSync:
+    if collective.size == 1:
+        return GradientSync(module, optimizer)
+    return GradientAllReduce(module, optimizer, collective, measures_local=measures_local, prefix=prefix)
 
 
 def split_by_ranks(

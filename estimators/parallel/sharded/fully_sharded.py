@@ -20,43 +20,21 @@ from torch import nn
 from ringspark.estimators.collectives.base import Collective, num_bytes
 from ringspark.estimators.collectives.torch_collective import TorchCollective
 from ringspark.estimators.options.mesh import AXES
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, keep_buffers, share_weights
+from ringspark.estimators.parallel.base import (
+    GradientSync,
+    MakeOptimizer,
+    SyncSettings,
+    keep_buffers,
+    share_weights,
+)
 from ringspark.estimators.parallel.empty_passes import EmptyPasses
 from ringspark.estimators.parallel.initial_weights import is_deferred, send_initial_weights
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.parallel.mesh import RankMesh, ShardGroup
 from ringspark.estimators.parallel.optimizer_state import OptimizerState, RootOf, first_rank
 from ringspark.estimators.parallel.sharded.parameter_shards import check_optimizer
-from ringspark.estimators.parallel.sync_settings import SyncSettings
 from ringspark.models.activation_checkpoint import Chain, chain_blocks
 from ringspark.models.outputs import as_outputs
-
-
-class FullySharded:
-    """ZeRO 3: every rank holds shards, and the whole weights of one block at a time."""
-
-    takes_sparse = False
-
-    def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
-    ) -> GradientSync:
-        ranks = mesh.shard_group.all
-        if not is_deferred(module):
-            share_weights(module, mesh)
-        units = []
-        if ranks.size > 1:
-            mesh.world.on_leave(_clear_caches)
-            flags = {name: vars(parameter) for name, parameter in module.named_parameters()}
-            units = shard_units(module, _device_mesh(mesh, settings.device))
-            for name, parameter in module.named_parameters():
-                vars(parameter).update(flags[name])  # an optimizer function may read a user's attributes
-        if is_deferred(module):
-            send_initial_weights(module, mesh, settings.device)
-        optimizer = make_optimizer(module)
-        if ranks.size == 1:
-            return GradientSync(module, optimizer)
-        check_optimizer(optimizer, settings.sync)
-        return FsdpSync(module, optimizer, units, mesh.shard_group, settings.micro_batches)
 
 
 def _device_mesh(mesh: RankMesh, device: torch.device) -> Any:
@@ -186,6 +164,28 @@ class FsdpSync(EmptyPasses):
             # This hook runs after FSDP2's own hook, which sets the whole parameters.
             unit.register_forward_pre_hook(partial(self._on_forward, own, unit is network))
         self.add_empty_passes(rounds)
+
+    @classmethod
+    def prepare(
+        cls, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
+    ) -> GradientSync:
+        ranks = mesh.shard_group.all
+        if not is_deferred(module):
+            share_weights(module, mesh)
+        units = []
+        if ranks.size > 1:
+            mesh.world.on_leave(_clear_caches)
+            flags = {name: vars(parameter) for name, parameter in module.named_parameters()}
+            units = shard_units(module, _device_mesh(mesh, settings.device))
+            for name, parameter in module.named_parameters():
+                vars(parameter).update(flags[name])  # an optimizer function may read a user's attributes
+        if is_deferred(module):
+            send_initial_weights(module, mesh, settings.device)
+        optimizer = make_optimizer(module)
+        if ranks.size == 1:
+            return GradientSync(module, optimizer)
+        check_optimizer(optimizer, settings.sync)
+        return cls(module, optimizer, units, mesh.shard_group, settings.micro_batches)
 
     def _on_forward(
         self, own: list[tuple[nn.Module, str, str]], is_root: bool, module: nn.Module, inputs: object

@@ -15,8 +15,14 @@ from functools import partial
 import torch
 from torch import nn
 
-from ringspark.estimators.parallel.base import GradientSync, MakeOptimizer, Scaler, share_weights
-from ringspark.estimators.parallel.data.data_parallel import DataParallel
+from ringspark.estimators.parallel.base import (
+    GradientSync,
+    MakeOptimizer,
+    Scaler,
+    SyncSettings,
+    share_weights,
+)
+from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
 from ringspark.estimators.parallel.layout import ModelLayout, layout_of
 from ringspark.estimators.parallel.mesh import RankMesh, ShardGroup
 from ringspark.estimators.parallel.optimizer_state import (
@@ -30,39 +36,6 @@ from ringspark.estimators.parallel.optimizer_state import (
 )
 from ringspark.estimators.parallel.sharded.optimizer_shards import gather_state, load_state
 from ringspark.estimators.parallel.sharded.parameter_shards import ShardedParameters, hide_empty_groups
-from ringspark.estimators.parallel.sync_settings import SyncSettings
-
-
-class ShardedOptimizer:
-    """ZeRO 1: every rank holds all weights, and the optimizer state of its shard."""
-
-    takes_sparse = False
-    during_backward = False
-
-    def prepare(
-        self, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
-    ) -> GradientSync:
-        if mesh.gradients.size == 1:
-            return DataParallel().prepare(module, make_optimizer, mesh, settings)
-        share_weights(module, mesh)
-        # Made of all parameters, so that groups and settings are the same as without sharding.
-        optimizer = make_optimizer(module)
-        return self.synchronize(module, optimizer, mesh, settings)
-
-    def synchronize(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: RankMesh, settings: SyncSettings
-    ) -> GradientSync:
-        return ZeroSync(module, optimizer, [SyncGroup(mesh.shard_group)], self.num_rounds(settings))
-
-    def num_rounds(self, settings: SyncSettings) -> int | None:
-        """Returns how many times per step gradients are sent; None for once, after the last pass."""
-        return settings.micro_batches if self.during_backward else None
-
-
-class ShardedGradients(ShardedOptimizer):
-    """ZeRO 2: every rank holds all weights, and the gradients and optimizer state of its shard."""
-
-    during_backward = True
 
 
 @dataclass(frozen=True)
@@ -100,7 +73,9 @@ class _GroupState:
 
 
 class ZeroSync(GradientSync):
-    """Reduce-scatters gradients, updates this rank's shard, and all-gathers the weights."""
+    """ZeRO 1: reduce-scatters gradients, updates this rank's shard, and all-gathers the weights."""
+
+    during_backward = False
 
     def __init__(
         self,
@@ -150,6 +125,27 @@ class ZeroSync(GradientSync):
                 for index, parameter in enumerate(own.shard.parameters):
                     hook = partial(self._on_gradient, own, index)
                     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def prepare(
+        cls, module: nn.Module, make_optimizer: MakeOptimizer, mesh: RankMesh, settings: SyncSettings
+    ) -> GradientSync:
+        if mesh.gradients.size == 1:
+            return GradientAllReduce.prepare(module, make_optimizer, mesh, settings)
+        share_weights(module, mesh)
+        # Made of all parameters, so that groups and settings are the same as without sharding.
+        return cls.synchronize(module, make_optimizer(module), mesh, settings)
+
+    @classmethod
+    def synchronize(
+        cls, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: RankMesh, settings: SyncSettings
+    ) -> GradientSync:
+        return cls(module, optimizer, [SyncGroup(mesh.shard_group)], cls.num_rounds(settings))
+
+    @classmethod
+    def num_rounds(cls, settings: SyncSettings) -> int | None:
+        """Returns how many times per step gradients are sent; None for once, after the last pass."""
+        return settings.micro_batches if cls.during_backward else None
 
     def held(self) -> set[nn.Parameter]:
         return super().held() | set(self._parameters())
@@ -299,3 +295,9 @@ class ZeroSync(GradientSync):
         load_common(self.optimizer, state.get(NO_PARAMETER, {}))
         for own in self._states:
             load_state(own.shard, self.optimizer, state)
+
+
+class ZeroGradientSync(ZeroSync):
+    """ZeRO 2: a rank also keeps only its shard of the gradients."""
+
+    during_backward = True

@@ -12,6 +12,7 @@ from torch import nn
 from ringspark.estimators.training.arguments import read_layout
 from ringspark.estimators.training.check.probe import PROBE_ROWS
 from ringspark.estimators.training.check.training import Trial
+from ringspark.estimators.training.objective.deviance import check_range, family_of, find_power
 from ringspark.estimators.training.objective.losses import resolve_loss, sees_network
 from ringspark.estimators.training.settings.config import TrainConfig
 from ringspark.pipelines import ShardManifest
@@ -35,6 +36,16 @@ def check_losses(training: Trial) -> None:
     trained = set(training.module.parameters())
     for head, output, labels in zip(training.heads, training.outputs, training.labels, strict=True):
         name = head.loss_name
+        power = find_power(name)
+        for split in training.manifest.stats.values() if power is not None else ():
+            if head.label in split and (least := split[head.label].minimum) is not None:
+                check_range(head.label, name, least)
+        if power is not None and (training.config.task == "classification" or (output < 0).any()):
+            raise ValueError(
+                f"loss {family_of(name)!r} compares the label with a positive mean, but model "
+                f"{type(training.module).__name__} returns other numbers; use TorchRegressor, and end the "
+                "network with torch.nn.Softplus or torch.exp, or set another loss"
+            )
         if training.config.task == "classification" and (reason := NOT_FOR_CLASSES.get(name)):
             raise ValueError(f"loss {name!r} {reason}; take 'cross_entropy' or 'bce_with_logits'")
         own = set(head.loss.parameters()) if isinstance(head.loss, nn.Module) else set()
@@ -166,6 +177,8 @@ def check_regression(training: Trial) -> None:
     label, shape = training.heads[0].label, training.shapes[0]
     row_shape = training.manifest.array(label).shape
     label_shape = (PROBE_ROWS, *row_shape)
+    if training.config.quantiles and not row_shape:
+        label_shape = (PROBE_ROWS, len(training.config.quantiles))
     squeezed = shape[:-1] if len(shape) == len(label_shape) + 1 and shape[-1] == 1 else shape
     if squeezed != label_shape:
         wanted = f"(batch, {', '.join(map(str, row_shape))})" if row_shape else "(batch,) or (batch, 1)"

@@ -60,7 +60,8 @@ def check_names(config: TrainConfig, objects: UserObjects) -> None:
         if isinstance(loss, str) and loss != "auto":
             resolve_loss(loss)
     if config.metrics:
-        check_metrics([name for name in config.metrics if name not in objects.metrics], config.task)
+        known = [name for name in config.metrics if name not in objects.metrics]
+        check_metrics(known, config.task, len(config.quantiles or ()))
         check_own_tasks(objects.metrics, config.task)
     collective_class(config.collective)
     check_engine(config.reader)

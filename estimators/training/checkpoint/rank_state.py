@@ -166,7 +166,7 @@ def restore_rank(train_state: TrainState, states: Sequence[RankState], mesh: Ran
         )
     try:
         own = states[mesh.world.rank] if restore_strategy(train_state, states, mesh) else None
-        _restore(train_state, states, own, mesh.data_rank)
+        _restore(train_state, states, own, mesh.data.rank)
         # Last, because restoring the rest may use random numbers.
         if own is None:
             seed_rank(seed, train_state.state.step, mesh.random_stream)

@@ -15,7 +15,6 @@ import torch
 from ringspark.estimators.parallel.base import GradientSync
 from ringspark.estimators.parallel.layout import layout_of
 from ringspark.estimators.training.average import Average
-from ringspark.estimators.training.checkpoint import tensor_file
 from ringspark.estimators.training.checkpoint.rank_state import RankState
 from ringspark.estimators.training.checkpoint.record import FileSum, Record
 from ringspark.estimators.training.checkpoint.shards import (
@@ -64,12 +63,7 @@ def verify(uri: str, progress: Callable[[], None] = lambda: None) -> Record:
     _refuse_links(uri, files)
     for name in files:
         expected = _check_size(uri, name, record)
-        digest = hashlib.sha256()
-        with storage.open_file(storage.join(uri, name), "rb") as file:
-            while block := file.read(tensor_file.BLOCK_BYTES):
-                digest.update(block)
-                progress()
-        if digest.hexdigest() != expected.sha256:
+        if storage.sha256(storage.join(uri, name), progress) != expected.sha256:
             raise ValueError(
                 f"{uri}/{name} has another SHA-256 than when it was written; the file is damaged, "
                 "use another checkpoint"

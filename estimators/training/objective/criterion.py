@@ -56,7 +56,7 @@ class Criterion:
             classes: Logits that are sharded by class. The network returns only this rank's logits from now
                 on, if the loss can use them.
         """
-        self._losses = [resolve_loss(head.loss, device) for head in heads]
+        self._losses = [resolve_loss(head.loss, device, head.quantiles) for head in heads]
         self._classes = classes
         if classes is not None and len(heads) == 1:
             self._losses = [classes.split_loss(loss) for loss in self._losses]

@@ -25,6 +25,7 @@ class Head:
         metrics: Names of the metrics that fit the label.
         own_metrics: The user's own metrics, see `MetricSet`.
         ignored: Class number of rows that count neither in the loss nor in metrics; None if there are none.
+        quantiles: Probabilities of the quantiles that the output holds; empty if it holds none.
     """
 
     label: str
@@ -34,6 +35,7 @@ class Head:
     metrics: tuple[str, ...] = ()
     own_metrics: Mapping[str, tuple[Any, bool]] = field(default_factory=dict)
     ignored: int | None = None
+    quantiles: tuple[float, ...] = ()
 
     @property
     def loss_name(self) -> str:

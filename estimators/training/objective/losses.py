@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.loss import _Loss
 
 from ringspark.estimators.names import nearest
+from ringspark.estimators.training.objective.deviance import POWERS, Deviance, find_power
 from ringspark.estimators.user_code import signature_of
 
 RowLoss = Callable[..., torch.Tensor]
@@ -217,10 +218,31 @@ def _remedy(output: torch.Tensor, label: torch.Tensor) -> str:
     return "average over everything but the rows"
 
 
+class PinballLoss:
+    """Pinball loss, averaged over the quantiles; for the median it is half of the absolute error.
+
+    Koenker and Bassett 1978, "Regression Quantiles".
+    """
+
+    def __init__(self, quantiles: Sequence[float], device: torch.device | None = None) -> None:
+        self._quantiles = torch.tensor(quantiles, device=device)
+
+    def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        """Maps (batch, quantiles) outputs and (batch,) or (batch, 1) labels to (batch,)."""
+        if output.numel() != len(label) * len(self._quantiles) or label.numel() != len(label):
+            raise ValueError(
+                f"the pinball loss needs {len(self._quantiles)} outputs and one label per row, got "
+                f"{tuple(output.shape)} and {tuple(label.shape)}; set quantiles, or give one label"
+            )
+        output = _at_least_fp32(output).reshape(len(label), len(self._quantiles))
+        errors = label.reshape(-1, 1).to(output.dtype) - output
+        return torch.maximum(self._quantiles * errors, (self._quantiles - 1) * errors).mean(1)
+
+
 class MemberLoss:
     """Averages a loss over ensemble members, which return (batch, members, ...) in training."""
 
-    def __init__(self, loss: ElementLoss | ClassLoss) -> None:
+    def __init__(self, loss: ElementLoss | ClassLoss | PinballLoss) -> None:
         self.member = loss
 
     def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -277,8 +299,12 @@ LOSSES: dict[str, RowLoss] = {
     "bce_with_logits_per_member": MemberLoss(ElementLoss(nn.BCEWithLogitsLoss())),
     "mse": ElementLoss(nn.MSELoss()),
     "mse_per_member": MemberLoss(ElementLoss(nn.MSELoss())),
+    # For the median; with the setting quantiles, `resolve_loss` returns the loss of these quantiles.
+    "pinball_per_member": MemberLoss(PinballLoss((0.5,))),
     "l1": ElementLoss(nn.L1Loss()),
     "huber": ElementLoss(nn.HuberLoss()),
+    **{name: ElementLoss(Deviance(power)) for name, power in POWERS.items()},
+    **{f"{name}_per_member": MemberLoss(ElementLoss(Deviance(power))) for name, power in POWERS.items()},
 }
 
 
@@ -307,23 +333,33 @@ def loss_names() -> list[str]:
 
 def check_loss_name(name: str) -> None:
     _check_arguments(name)
-    if name not in loss_names():
+    if find_power(name) is None and name not in loss_names():
         raise ValueError(
             f"loss must be one of {sorted(LOSSES)}, the class name of a loss in torch.nn, an instance of "
             f"one, or a callable, got {name!r}{nearest(name, loss_names())}"
         )
 
 
-def resolve_loss(loss: str | Callable[..., torch.Tensor], device: torch.device | None = None) -> RowLoss:
+def resolve_loss(
+    loss: str | Callable[..., torch.Tensor],
+    device: torch.device | None = None,
+    quantiles: Sequence[float] = (),
+) -> RowLoss:
     """Returns the per-row form of a loss; raises ValueError if it does not take (output, label).
 
     Args:
         loss: A name of `loss_names()`, a torch.nn loss, or a callable.
         device: Device for class weights and the state of a user's module.
+        quantiles: Quantiles of "pinball_per_member".
     """
     if isinstance(loss, str):
+        if quantiles and loss == "pinball_per_member":
+            return MemberLoss(PinballLoss(quantiles, device))
         if loss in LOSSES:
             return LOSSES[loss]
+        if (power := find_power(loss)) is not None:
+            made = ElementLoss(Deviance(power))
+            return MemberLoss(made) if loss.endswith("_per_member") else made
         check_loss_name(loss)
         return _wrap_module(_torch_losses()[loss]())
     if isinstance(loss, nn.Module):

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ringspark.estimators.training.objective.deviance import half_deviance
+
 Curve = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -133,6 +135,22 @@ class Temperature(Formula):
             # Flat losses, such as those of equal logits, have no curvature.
             shift = (before - after) / (2 * max(before - 2 * at + after, 1e-300))
         return (self._logs[best] + step * max(-0.5, min(0.5, shift))).exp()
+
+
+class MeanDeviance(Formula):
+    """Mean of the unit deviances; see `deviance.py`."""
+
+    def __init__(self, power: float) -> None:
+        super().__init__()
+        self._power = power
+
+    def update(self, values: torch.Tensor, label: torch.Tensor) -> None:
+        found = 2 * half_deviance(values, label, self._power)
+        self.merge_state({"sum": found.sum(), "count": torch.full_like(found.sum(), found.numel())})
+
+    def compute(self) -> torch.Tensor:
+        mean: torch.Tensor = self.metric_state["sum"] / self.metric_state["count"]
+        return mean
 
 
 class R2(Formula):

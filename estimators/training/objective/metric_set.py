@@ -16,12 +16,14 @@ from torch.nn import functional
 
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.collectives.base import gather_bytes
+from ringspark.estimators.training.objective.losses import PinballLoss
 from ringspark.estimators.training.objective.metric_formulas import Formula, add_counts, class_counts
 from ringspark.estimators.training.objective.metrics import METRICS, check_metrics
 from ringspark.estimators.training.objective.own_metrics import to_number
 from ringspark.estimators.training.objective.own_states import OwnState, make_own_state, set_states
 from ringspark.models.generators import Tensors
 from ringspark.models.process_state import ignore_warnings
+from ringspark.models.quantiles import central
 
 
 class MetricSet:
@@ -34,6 +36,7 @@ class MetricSet:
         device: torch.device,
         ignored: int | None = None,
         own: Mapping[str, tuple[Any, bool]] | None = None,
+        quantiles: Sequence[float] = (),
     ) -> None:
         """Makes the metrics; raises like `check_metrics`.
 
@@ -42,11 +45,15 @@ class MetricSet:
             output_width: Size of the last output dimension; 1 for a single logit.
             ignored: Label of rows that are not counted.
             own: The user's metrics by name, each with whether it returns one number per row.
+            quantiles: Probabilities of the quantiles that the output holds. Metrics of one value per row take
+                the central one.
         """
         self._own = own or {}
         self.names = tuple(names)
         self._known = [name for name in names if name not in self._own]
-        check_metrics(self._known, "any")
+        check_metrics(self._known, "any", len(quantiles))
+        self._quantiles = quantiles
+        self._pinball = PinballLoss(quantiles, device) if quantiles else None
         self._num_classes = max(2, output_width)
         self._ignored = ignored
         self._device = device
@@ -81,7 +88,14 @@ class MetricSet:
             return
         arguments: dict[str, tuple[torch.Tensor, ...]] = {}
         if any(METRICS[name].task == "regression" for name in self._known):
-            arguments |= self._value_arguments(output, label)
+            values = output
+            if self._pinball is not None:
+                values, given = output[:, central(self._quantiles)], label.reshape(-1)
+                arguments |= {
+                    "pinball_losses": (self._pinball(output, given),),
+                    "covered": (((output[:, 0] <= given) & (given <= output[:, -1])).to(self._dtype),),
+                }
+            arguments |= self._value_arguments(values, label)
         if any(METRICS[name].task == "classification" for name in self._known):
             arguments |= self._class_arguments(output, label)
         for name, metric in self._metrics.items():

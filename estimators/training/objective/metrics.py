@@ -19,9 +19,11 @@ from typing import Any, Literal
 import torch
 
 from ringspark.estimators.names import check_name
+from ringspark.estimators.training.objective.deviance import POWERS, find_power
 from ringspark.estimators.training.objective.metric_formulas import (
     R2,
     Curve,
+    MeanDeviance,
     Temperature,
     auroc,
     average_precision,
@@ -38,14 +40,24 @@ class MetricInfo:
 
     Attributes:
         make: Number of classes -> a metric with torchmetrics' protocol.
+        higher_is_better: None if neither a higher nor a lower value is better.
         takes: Arguments of its `update`.
         finish: Computes the value of a merged metric.
     """
 
     make: Callable[[int], Any]
     task: Task = "classification"
-    higher_is_better: bool = True
-    takes: Literal["values", "relative_errors", "counts", "probabilities", "log_losses", "logits"] = "counts"
+    higher_is_better: bool | None = True
+    takes: Literal[
+        "values",
+        "relative_errors",
+        "counts",
+        "probabilities",
+        "log_losses",
+        "logits",
+        "pinball_losses",
+        "covered",
+    ] = "counts"
     finish: Callable[[Any], torch.Tensor] = lambda metric: metric.compute()
 
 
@@ -82,16 +94,37 @@ def _error(class_name: str, **options: Any) -> MetricInfo:
     )
 
 
-def _mean(task: Task, takes: Literal["relative_errors", "log_losses"]) -> MetricInfo:
+def _mean(task: Task, takes: Any, higher_is_better: bool | None = False) -> MetricInfo:
     return MetricInfo(
         task=task,
-        higher_is_better=False,
+        higher_is_better=higher_is_better,
         make=lambda num_classes: _torchmetric("MeanMetric", nan_strategy="disable"),
         takes=takes,
     )
 
 
-METRICS: dict[str, MetricInfo] = {
+def _deviance(power: float) -> MetricInfo:
+    return MetricInfo(
+        task="regression",
+        higher_is_better=False,
+        make=lambda num_classes: MeanDeviance(power),
+        takes="values",
+    )
+
+
+class _Metrics(dict[str, MetricInfo]):
+    """The metrics by name, also "tweedie_deviance_1.7" for any power between 1 and 2."""
+
+    def __missing__(self, name: str) -> MetricInfo:
+        power = find_power(name.replace("_deviance", "", 1)) if "_deviance" in name else None
+        if power is None:
+            check_name("metrics", name, self, otherwise="")
+            raise KeyError(name)
+        return _deviance(power)
+
+
+METRICS: dict[str, MetricInfo] = _Metrics()
+METRICS |= {
     "accuracy": MetricInfo(make=partial(_of_classes, "Accuracy", average="micro")),
     "balanced_accuracy": MetricInfo(
         make=partial(_of_classes, "StatScores", average=None, as_binary=False), finish=balanced_accuracy
@@ -110,19 +143,25 @@ METRICS: dict[str, MetricInfo] = {
     # torchmetrics' own replaces labels below 1.17e-6 by that number.
     "mape": _mean("regression", "relative_errors"),
     "r2": MetricInfo(task="regression", make=lambda num_classes: R2(), takes="values"),
+    **{f"{family}_deviance": _deviance(power) for family, power in POWERS.items()},
+    "pinball_loss": _mean("regression", "pinball_losses"),
+    # Share of the labels between the lowest and the highest quantile.
+    "coverage": _mean("regression", "covered", higher_is_better=None),
 }
+
+_NEEDED_QUANTILES = {"pinball_loss": 1, "coverage": 2}
 
 
 def metric_info(name: str) -> MetricInfo:
     """Returns the registry's entry; raises ValueError if the name is unknown."""
-    check_name("metrics", name, METRICS, otherwise="")
     return METRICS[name]
 
 
-def check_metrics(names: Sequence[str], task: str) -> None:
+def check_metrics(names: Sequence[str], task: str, num_quantiles: int = 0) -> None:
     """Raises ValueError if a name is unknown, given twice or for another task, or torchmetrics is missing.
 
     `task` is "classification", "regression", or "any", which accepts both.
+    `num_quantiles` is the number of predicted quantiles.
     """
     for name in names:
         info = metric_info(name)
@@ -131,6 +170,11 @@ def check_metrics(names: Sequence[str], task: str) -> None:
             raise ValueError(f"metrics of a {task} must be among {fitting}, got {name!r} of {info.task}")
         if list(names).count(name) > 1:
             raise ValueError(f"metrics must differ from each other, got {name!r} more than once; drop one")
+        if num_quantiles < (least := _NEEDED_QUANTILES.get(name, 0)):
+            raise ValueError(
+                f"the metric {name!r} needs at least {least} quantiles, and the network predicts "
+                f"{num_quantiles}; set quantiles of TorchRegressor, or drop the metric"
+            )
     if names and find_spec("torchmetrics") is None:
         raise ValueError(
             "metrics need torchmetrics, which is not installed; pip install torchmetrics, or leave "

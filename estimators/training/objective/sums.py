@@ -53,7 +53,12 @@ class Sums:
         self._loss_sums, self._weight_sums = self._losses  # views
         self._metrics = [
             MetricSet(
-                head.metrics if with_metrics else (), head.width, device, head.ignored, head.own_metrics
+                head.metrics if with_metrics else (),
+                head.width,
+                device,
+                head.ignored,
+                head.own_metrics,
+                head.quantiles,
             )
             for head in heads
         ]

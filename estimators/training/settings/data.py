@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any
 
 from annotated_types import Gt, Lt
@@ -60,6 +61,15 @@ def without_secrets(value: Any) -> Any:
 _LossWeights = Annotated[
     tuple[float, ...],
     Rule(lambda w: any(w) and all(each >= 0 for each in w), "be 0 or above, with one above 0"),
+]
+
+
+_Quantiles = Annotated[
+    tuple[float, ...],
+    Rule(
+        lambda q: bool(q) and all(a < b for a, b in pairwise((0, *q, 1))),
+        "be ascending numbers between 0 and 1, such as (0.1, 0.5, 0.9)",
+    ),
 ]
 
 
@@ -120,6 +130,21 @@ class Label(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Offset(Section):
+    """The offset of an estimator with one label, and of its model."""
+
+    GROUP = "data"
+    ON_DRIVER = True
+
+    offset_col: str | None = setting(
+        None,
+        "numeric column that is added to the network's output before the link function, such as the "
+        "logarithm of an exposure; unset or empty: none",
+        empty_is_unset=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Labels(Section):
     """The labels of a network with several outputs."""
 
@@ -134,11 +159,26 @@ class Labels(Section):
     )
 
 
+def _directions(value: Any) -> dict[str, str]:
+    known = ("increasing", "decreasing")
+    if isinstance(value, dict) and all(isinstance(k, str) and v in known for k, v in value.items()):
+        return value
+    raise WrongTypeError(
+        f"monotone must map names of columns to {' or '.join(map(repr, known))}, got {value!r:.80}"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Columns(Section):
     GROUP = "data"
     ON_DRIVER = True
 
+    monotone: dict[str, str] | None = setting(
+        None,
+        "dict from a numeric column of a table to 'increasing' or 'decreasing': if the number rises, the "
+        "prediction never falls, or never rises",
+        convert=_directions,
+    )
     columns: dict[str, Any] | None = setting(
         None,
         "column types by name, such as Vocabulary, Tokens, Padded or Image, if Spark's type is not enough",
@@ -198,6 +238,12 @@ class Prediction(Section):
         "dict from the name of a submodule to the vector column that transform adds for its output",
         convert=_inner_columns,
     )
+    contributions_col: str | None = setting(
+        None,
+        "vector column with the contribution of each column of a table to the prediction, and at the end the "
+        "prediction for a baseline row; unset or empty: none",
+        empty_is_unset=True,
+    )
     # With this batch size, the activations of a layer with a few hundred units fit into a core's cache.
     inference_batch_size: AtLeast1 = setting(
         2048, "rows per forward pass in transform; unset: at most 2048 rows (bf16: 4096) and 64 MiB"
@@ -228,4 +274,49 @@ class Classification(Section):
     )
     thresholds: tuple[float, ...] | None = setting(
         None, "one number per class; the class with the largest probability / threshold is predicted"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regression(Section):
+    """The outputs of regressors."""
+
+    GROUP = "prediction"
+    ON_DRIVER = True
+
+    quantiles: _Quantiles | None = setting(
+        None,
+        "quantiles of the label that a network for a table predicts, as probabilities such as (0.1, 0.5, "
+        "0.9); unset: it predicts the mean",
+        field="quantiles",
+    )
+    quantiles_col: str = setting("quantiles", "column of the predicted quantiles, a vector; empty: none")
+    intervals: Annotated[float, Gt(0), Lt(1)] | None = setting(
+        None,
+        "share of the labels that prediction intervals cover, such as 0.9, by split-conformal prediction on "
+        "the held-out rows; unset: no intervals",
+    )
+    interval_col: str = setting(
+        "interval", "column of the prediction intervals, a struct of lower and upper; empty: none"
+    )
+    interval_group_col: str | None = setting(
+        None,
+        "column with the group of each row; groups with enough held-out rows get their own interval "
+        "correction",
+        empty_is_unset=True,
+        without_effect=(lambda given: given["intervals"] is None, "intervals is not set"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corrections(Section):
+    """Corrections of prediction intervals, measured by `fit`."""
+
+    GROUP = "prediction"
+    ON_DRIVER = True
+
+    interval_corrections: dict[str, Any] | None = setting(
+        None,
+        "dict that fit sets, in the label's unit: 'all' widens an interval on each side, and 'groups' has "
+        "the corrections of single groups",
     )

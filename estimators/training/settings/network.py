@@ -82,6 +82,13 @@ def _fitted_model(setting: str) -> Callable[[Any], Any]:
     return convert
 
 
+def _teacher(value: Any) -> Any:
+    predicts = any(hasattr(value, name) for name in ("predict", "predict_proba"))
+    if not isinstance(value, type) and (predicts or (hasattr(value, "uid") and hasattr(value, "transform"))):
+        return value
+    return _fitted_model("teacher")(value)
+
+
 def _patterns(value: Any) -> list[str]:
     patterns = [value] if isinstance(value, str) else value
     if isinstance(patterns, Sequence) and all(isinstance(p, str) and p for p in patterns):
@@ -182,6 +189,7 @@ class Objects(Section):
     )
     teacher: Any = setting(
         None,
-        "fitted model, or path of a saved one; the network also learns its outputs (distillation)",
-        convert=_fitted_model("teacher"),
+        "fitted model (ringspark, scikit-learn or Spark ML), path of a saved ringspark model, or column of a "
+        "model's outputs; the network also learns these outputs (distillation)",
+        convert=_teacher,
     )

@@ -9,7 +9,9 @@ from ringspark.estimators.training.settings.data import (
     Inputs,
     Label,
     Labels,
+    Offset,
     Prediction,
+    Regression,
 )
 from ringspark.estimators.training.settings.memory import Budget, Memory
 from ringspark.estimators.training.settings.network import Metrics, Model, Network, Objects
@@ -20,8 +22,8 @@ from ringspark.estimators.training.settings.training import Steps, Training
 from ringspark.estimators.training.settings.workers import Workers
 
 SECTIONS: tuple[type[Section], ...] = (
-    *(Inputs, Label, Labels, Columns, Data, Prediction, Classification, Model, Metrics, Objects, Network),
-    *(Training, Steps, Workers, Memory, Budget),
+    *(Inputs, Label, Offset, Labels, Columns, Data, Prediction, Classification, Regression, Model, Metrics),
+    *(Objects, Network, Training, Steps, Workers, Memory, Budget),
     *(Recovery, RunFolder, Observation, Progress),
 )
 SETTINGS: dict[str, Setting] = settings_of(*SECTIONS)

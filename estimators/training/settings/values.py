@@ -65,6 +65,7 @@ class ConfigValues(Data, Network, Training, GangConfig, Memory, Observation):
         weight_column: Column of the rows' weights in the loss.
         losses: One name per label; unused for a label whose loss is in `UserObjects.losses`.
         loss_weights: Weight of each label's loss in their sum.
+        quantiles: Quantiles of the label that the network returns; None if it returns none.
         metrics: Names of built-in metrics and of the user's metrics in `UserObjects.metrics`.
         own_metrics: Properties of the user's metrics; set by `check_training`.
         monitor: Loss or metric that decides which epoch is best; set by `check_training` if empty.
@@ -86,6 +87,7 @@ class ConfigValues(Data, Network, Training, GangConfig, Memory, Observation):
     weight_column: str | None = None
     losses: tuple[str, ...] = (Objects.loss,)
     loss_weights: tuple[float, ...] = (1.0,)
+    quantiles: tuple[float, ...] | None = None
     metrics: tuple[str, ...] = ()
     own_metrics: tuple[OwnMetric, ...] = ()
     monitor: str = ""

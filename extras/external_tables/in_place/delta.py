@@ -20,9 +20,8 @@ from ringspark.extras.external_tables.delta_log import copy_log, find_version, r
 from ringspark.extras.external_tables.in_place.file_scan import FIELD_ID, MAPPED_ID, PHYSICAL
 from ringspark.extras.external_tables.in_place.listing import Int64Array, Listing
 from ringspark.pipelines import storage
-from ringspark.pipelines.source_files import path_states
 from ringspark.pipelines.spark_paths import resolve
-from ringspark.pipelines.table_files import TableSource
+from ringspark.pipelines.table_files import TableSource, path_states
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -16,9 +16,8 @@ import pyarrow as pa
 
 from ringspark.pipelines import storage
 from ringspark.pipelines.kinds.scalar import number_of
-from ringspark.pipelines.source_files import FileState, path_states
 from ringspark.pipelines.spark_paths import resolve, to_spark_uri
-from ringspark.pipelines.table_files import TableSource
+from ringspark.pipelines.table_files import FileState, TableSource, path_states
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn

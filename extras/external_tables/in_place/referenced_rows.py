@@ -30,11 +30,11 @@ from ringspark.pipelines.kinds import Binary, Kind
 from ringspark.pipelines.kinds.base import number_type, one_chunk
 from ringspark.pipelines.kinds.scalar import SPARK_DTYPES
 from ringspark.pipelines.rows import Rows
-from ringspark.pipelines.source_files import FileState
 from ringspark.pipelines.table_files import (
     FILE,
     ROW,
     FileColumn,
+    FileState,
     RowsDifferError,
     changed_problem,
     parse_file,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:
+    from ringspark.extras.tables.drift import ColumnDrift
 
 Numbers = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -115,11 +119,19 @@ class Attribution:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """All results on held-out rows; `classes` and `numbers` are None if no row can be compared."""
+    """All results on held-out rows; `classes` and `numbers` are None if no row can be compared.
+
+    Attributes:
+        drift: Drift of each column of a table, the largest first.
+        contributions: Contributions of each column of a table to the predictions of a few rows, (rows,); the
+            key "" has the prediction for the baseline row.
+    """
 
     classes: ClassFindings | None = None
     numbers: NumberFindings | None = None
     attribution: Attribution | None = None
+    drift: Sequence[ColumnDrift] = ()
+    contributions: Mapping[str, Numbers] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
 

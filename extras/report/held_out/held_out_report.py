@@ -41,6 +41,9 @@ from ringspark.extras.report.held_out.findings import (
     number_findings,
 )
 from ringspark.extras.report.page import check_packages, report_summary
+from ringspark.extras.tables.contributions import contribution_results
+from ringspark.extras.tables.drift import count_batch, drifts_of
+from ringspark.models.quantiles import central
 from ringspark.pipelines.kinds import Struct
 from ringspark.pipelines.kinds.structs import join_path
 from ringspark.pipelines.kinds.table_row import TableRow
@@ -49,6 +52,7 @@ from ringspark.pipelines.local_python import choose_python
 ATTRIBUTIONS = ("permutation", "captum", "none")
 # Rows for attributions, which need a pass over them per feature and repetition.
 ATTRIBUTED_ROWS = 2_000
+EXPLAINED_ROWS = 10
 _ORDER = "__ringspark_order"
 
 
@@ -68,6 +72,11 @@ class Question:
     evaluation: Evaluation
     classes: Classes | None = None
     names: Sequence[str] = ()
+
+    def predict(self, module: nn.Module, inputs: Sequence[Array]) -> Array:
+        """Returns the outputs, (rows, outputs); if these are quantiles, only the prediction, (rows, 1)."""
+        outputs, quantiles = self.predictor.predict(module, inputs), self.evaluation.quantiles
+        return outputs[:, [central(quantiles)]] if quantiles else outputs
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,7 @@ def _findings(
         return HeldOut(notes=[*notes, nothing])
     skipped = 0 if valid is None else int((~valid).sum())
     module, classes = cached_module(question.predictor), question.classes
-    outputs, true = question.predictor.predict(module, arrays), given.reshape(len(labels), -1)
+    outputs, true = question.predict(module, arrays), given.reshape(len(labels), -1)
     finite = np.isfinite(outputs).all(axis=1) & np.isfinite(true).all(axis=1)
     if not finite.all():
         # They would make means and bins NaN.
@@ -164,6 +173,7 @@ def _findings(
             has_thresholds=classes.thresholds is not None,
         )
         found = HeldOut(classes=of_classes, notes=notes)
+    found = _compare_columns(found, question, module, values[0], arrays)
     if options.attributions == "none":
         return found
     if question.predictor.layout:
@@ -175,17 +185,36 @@ def _findings(
     )
 
 
+def _compare_columns(
+    found: HeldOut, question: Question, module: nn.Module, rows: pa.Array, arrays: Sequence[Array]
+) -> HeldOut:
+    """Adds drift and contributions if the network's inputs are the columns of a table, `rows`."""
+    own = question.predictor.results
+    try:
+        results = contribution_results(own, own, question.inputs)
+    except ValueError:
+        return found
+    predictor = replace(question.predictor, results=results)
+    outputs = predictor.predict(module, [array[:EXPLAINED_ROWS] for array in arrays])
+    names = [*results.kind.sources, ""]
+    return replace(
+        found,
+        drift=drifts_of(results.kind, count_batch(results.kind, rows)),
+        contributions=dict(zip(names, results.arrays(outputs)[-1].T, strict=True)),
+    )
+
+
 def _attribute(
     question: Question, module: nn.Module, arrays: list[Array], true: Array, options: HeldOutReport
 ) -> Attribution:
-    classes, predictor = question.classes, question.predictor
+    classes = question.classes
     names = [_entry_names(item, field) for item, field in zip(question.inputs, question.fields, strict=True)]
     features = features_of([field.name for field in question.fields], arrays, names)
     if options.attributions == "captum":
         return integrated_gradients(module, arrays, features, is_classifier=classes is not None)
 
     def loss(inputs: Sequence[Array]) -> float:
-        values = predictor.predict(module, inputs)
+        values = question.predict(module, inputs)
         if classes is None:
             return float(np.sqrt(((values - true) ** 2).mean()))
         use = true[:, 0] != question.evaluation.ignored

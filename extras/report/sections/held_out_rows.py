@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ringspark.extras.report.content import Block, Cards, Chart, Table, show
+from ringspark.extras.report.content import Block, Cards, Chart, Table, shorten, show
 from ringspark.extras.report.drawing import BLUE, GRAY, MOST_POINTS, ORANGE, draw_svg, plain
 from ringspark.extras.report.facts import RunFacts
-from ringspark.extras.report.held_out.findings import Attribution, ClassFindings, NumberFindings
+from ringspark.extras.report.held_out.findings import Attribution, ClassFindings, HeldOut, NumberFindings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Classes in the matrix; the largest are shown separately, all smaller classes as one.
 MOST_CLASSES = 20
 MOST_FEATURES = 30
+MOST_CONTRIBUTIONS = 6
 TITLES = {"permutation": "Permutation importance", "integrated_gradients": "Integrated gradients"}
 
 Matrix = npt.NDArray[np.int64]
@@ -211,6 +212,51 @@ def make_features(run: RunFacts) -> Sequence[Block]:
         Chart(draw_svg(lambda figure: _draw_features(figure, found, shown), height), caption),
         Table(header, rows),
     ]
+
+
+def make_drift(run: RunFacts) -> Sequence[Block]:
+    found = run.held_out
+    if found is None or not found.drift:
+        return []
+    rows = [
+        [
+            shorten(drift.column),
+            f"{drift.psi:.3f}",
+            "" if np.isnan(drift.wasserstein) else show(drift.wasserstein),
+            *(
+                "" if np.isnan(share) else f"{share:.1%}"
+                for share in (drift.missing_before, drift.missing, drift.unknown_before, drift.unknown)
+            ),
+        ]
+        for drift in found.drift
+    ]
+    header = ["column", "PSI", "Wasserstein distance", "missing in the training", "missing"]
+    note = (
+        "Held-out rows against training rows. A population stability index (PSI) below 0.1 is small, above "
+        "0.25 large. The distance is in standard deviations. Names are unknown if the training saw them "
+        "fewer than twice."
+    )
+    unknown = ["unknown in the training", "unknown"]
+    return [Table([*header, *unknown], rows, note=note, title="Drift"), _contributions(found)]
+
+
+def _contributions(found: HeldOut) -> Table:
+    columns = dict(found.contributions)
+    baseline = columns.pop("")
+    rows = []
+    for row, base in enumerate(baseline):
+        numbers = {name: float(values[row]) for name, values in columns.items()}
+        largest = sorted(numbers, key=lambda name: -abs(numbers[name]))[:MOST_CONTRIBUTIONS]
+        text = ", ".join(f"{shorten(name, 40)} {numbers[name]:+.3g}" for name in largest if numbers[name])
+        rows.append([show(base + sum(numbers.values())), show(float(base)), text])
+    what = "prediction"
+    if found.classes is not None:
+        what = "log-odds of " + (_positive(found.classes) if found.classes.num_classes == 2 else "the class")
+    note = (
+        "How much each column adds to the prediction for a baseline row of medians and most frequent names."
+    )
+    header = [what, "baseline", "largest contributions"]
+    return Table(header, rows, words=frozenset({2}), note=note, title="Contributions in a few rows")
 
 
 def _draw_features(figure: Figure, found: Attribution, shown: Sequence[int]) -> None:

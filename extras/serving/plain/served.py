@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ringspark.models.class_scores import decide, name_classes, probabilities, raw_scores
+from ringspark.models.quantiles import quantile_columns
 from ringspark.pipelines.kinds import kind_from_json
 from ringspark.pipelines.local_rows import LocalInput, read_frame
 from ringspark.pipelines.rows import NumpyArray
@@ -115,6 +116,8 @@ def _columns(outputs: NumpyArray, results: dict[str, Any]) -> list[tuple[str, An
     if results["type"] == "values":
         ends = np.cumsum(results["widths"])[:-1]
         parts = [part[:, 0] if part.shape[1] == 1 else part for part in np.split(outputs, ends, axis=1)]
+    elif results["type"] == "quantiles":
+        parts = quantile_columns(outputs, results["quantiles"], results["coverage"], results["correction"])
     else:
         parts = [raw_scores(outputs), probabilities(outputs), decide(outputs, results["thresholds"])]
     named: list[tuple[str, Any]] = list(zip(results["names"], parts, strict=True))

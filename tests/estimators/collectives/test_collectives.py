@@ -29,8 +29,7 @@ from ringspark.estimators.collectives.network_collective import NetworkCollectiv
 from ringspark.estimators.collectives.rendezvous.server import KeyValues, unpack
 from ringspark.estimators.launch.local import run_spawned
 from ringspark.estimators.parallel.base import GradientSync
-from ringspark.estimators.parallel.data.data_parallel import synchronize
-from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce
+from ringspark.estimators.parallel.data.gradient_all_reduce import GradientAllReduce, synchronize
 from ringspark.estimators.training.phase import Status
 from ringspark.pipelines.entry_points import list_entry_points
 

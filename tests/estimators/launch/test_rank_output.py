@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +34,7 @@ from waiting import wait_for
 from ringspark.estimators import TorchRegressor, TrainingState, WorkerError
 from ringspark.estimators.collectives import Collective
 from ringspark.estimators.inference.predictor import Predictor
+from ringspark.estimators.inference.results import Values
 from ringspark.estimators.launch.local import run_spawned, train_here
 from ringspark.estimators.launch.log_process import HEAD_BYTES, TAIL_BYTES, KeptEnds, write_all
 from ringspark.estimators.training import rank_log
@@ -132,7 +132,7 @@ def test_a_print_that_the_encoding_lacks_ends_nothing(place, make_shards, tmp_pa
     if place == "here":
         train_here(config_of(make_shards(columns_of(4, 1)), tmp_path), UserObjects(module=network))
     else:
-        results = SimpleNamespace(inner_widths=(), capture=lambda module: nullcontext(tuple))
+        results = Values(shapes=((1,),))
         predictor: Any = SimpleNamespace(layout=(), output_widths=(1,), batch_size=4, results=results)
         Predictor.predict(predictor, network, [np.ones((4, 1), np.float32)])
     assert stream.errors == "strict"

@@ -116,7 +116,7 @@ def _train(
     poison: Callable[[int], float] = lambda step: 1.0,
 ) -> GradientSync:
     """Runs the trainer's steps on this rank's share of the rows."""
-    sync = STRATEGIES[strategy]().prepare(
+    sync = STRATEGIES[strategy].prepare(
         Net(), make, RankMesh.of(collective), _settings(strategy, micro_batches)
     )
     scaler = scaler or LossScaler("fp32", torch.device("cpu"))
@@ -217,7 +217,7 @@ def _refusals(collective: Collective) -> list[str]:
     messages = []
     for module, make in cases:
         try:
-            STRATEGIES["zero3"]().prepare(module, make, RankMesh.of(collective), SyncSettings())
+            STRATEGIES["zero3"].prepare(module, make, RankMesh.of(collective), SyncSettings())
         except ValueError as error:
             messages.append(str(error))
     return messages

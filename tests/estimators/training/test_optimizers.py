@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringspark.estimators.collectives import Collective
-from ringspark.estimators.parallel.data.data_parallel import synchronize
+from ringspark.estimators.parallel.data.gradient_all_reduce import synchronize
 from ringspark.estimators.parallel.optimizer_state import load_by_name, state_by_name
 from ringspark.estimators.training.build import build_optimizer
 from ringspark.estimators.training.optimizers.groups import check_groups, group_parameters

@@ -49,7 +49,7 @@ def _prepare(
     collective: Collective, sharding: str, optimizer: str, module: nn.Module | None = None
 ) -> GradientSync:
     make = partial(build_optimizer, optimizer, groups=None, learning_rate=0.01, weight_decay=0.1)
-    strategy = STRATEGIES[sync_of(sharding=sharding).strategy]()
+    strategy = STRATEGIES[sync_of(sharding=sharding).strategy]
     return strategy.prepare(module or _net(), make, RankMesh.of(collective), SyncSettings())
 
 

@@ -83,7 +83,7 @@ def _prepare(
     settings = SyncSettings(sync=sync_of(apart=consistency), timeout_seconds=30)
     by_name = lambda module: build_optimizer(optimizer, module, None, rate, decay)  # noqa: E731
     make = optimizer if callable(optimizer) else by_name
-    strategy = STRATEGIES[settings.sync.strategy]()
+    strategy = STRATEGIES[settings.sync.strategy]
     return strategy.prepare(module or Net(), make, RankMesh.of(collective), settings)
 
 
@@ -157,9 +157,9 @@ def _apart(collective: Collective, consistency: dict[str, Any]) -> dict[str, Any
 
 
 def _literal(collective: Collective) -> dict[str, Any]:
-    """Runs `push(index, gradient)` and `pull(index)` on a parameter that is sharded over all servers."""
+    """Steps a parameter that is sharded over all servers, with a gradient in another memory order."""
     sync = _prepare(collective, ASP, "sgd", rate=0.5, decay=0.0)
-    client, parameters = sync.client, sync._shard.parameters
+    parameters = sync._shard.parameters
     index = next(i for i, p in enumerate(parameters) if p.shape == (5, 7))
     with torch.no_grad():
         parameters[index].fill_(0)
@@ -167,11 +167,11 @@ def _literal(collective: Collective) -> dict[str, Any]:
     gradient = torch.arange(35.0).reshape(5, 7)
     seen = []
     for _ in range(2):
-        client.push(index, gradient)
-        client.tick()
-        seen.append(client.pull(index).tolist())
+        parameters[index].grad = gradient
+        sync.optimizer.step()
+        seen.append(parameters[index].tolist())
     sync.settle()
-    pulled = client.pull(index)
+    pulled = parameters[index]
     return {"seen": seen, "pulled": pulled.tolist(), "stride": list(pulled.stride())}
 
 
@@ -307,7 +307,7 @@ def test_settled_ranks_have_equal_weights_and_load_them_again(size: int, collect
 
 
 @pytest.mark.parametrize(("size", "collective"), GANGS)
-def test_push_and_pull_by_index(size: int, collective: str) -> None:
+def test_every_push_moves_a_sharded_parameter(size: int, collective: str) -> None:
     """Each worker pushes twice. Each push moves the weights by its share of the rate 0.5."""
     gradient = torch.arange(35.0).reshape(5, 7)
     for result in _results(size, collective):

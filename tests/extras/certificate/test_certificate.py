@@ -40,7 +40,7 @@ from ringspark.extras.certificate.chain import (
     write_chain,
 )
 from ringspark.extras.certificate.claimed_run import check_claims
-from ringspark.extras.certificate.code_digest import digest_objects
+from ringspark.extras.certificate.claims import digest_objects
 from ringspark.extras.certificate.compare import measure_distance
 from ringspark.extras.certificate.recorder import digest_weights
 from ringspark.extras.certificate.replay import list_intervals

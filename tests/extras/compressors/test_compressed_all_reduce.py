@@ -20,7 +20,6 @@ from ringspark.estimators.training.precision import LossScaler
 from ringspark.extras.compressors import COMPRESSORS
 from ringspark.extras.compressors.compressed_all_reduce import (
     CompressedAllReduce,
-    CompressedGradients,
     _Group,
 )
 
@@ -47,7 +46,7 @@ def _sync(
     given = {"name": "topk", "ratio": 0.05, "least": 1, **compression}
     chosen = Compression.of({key: value for key, value in given.items() if value is not None})
     settings = SyncSettings(sync=AllReduce(compression=chosen), seed=3)
-    prepare = CompressedGradients().prepare
+    prepare = CompressedAllReduce.prepare
     return prepare(network or Net(), lambda m: make(m.parameters(), 0.1), RankMesh.of(collective), settings)
 
 

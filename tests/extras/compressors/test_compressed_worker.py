@@ -117,7 +117,7 @@ def _compress(name: str, collective: Collective) -> dict[str, bool]:
     plain = _prepare(nn.ParameterDict(OrderedDict(alone)), RankMesh.of(mesh.gradients), name)
     found = {"as alone": True, "first is equal": True}
     for step in range(STEPS):
-        rows = torch.randn(9, 12, generator=torch.Generator().manual_seed(10 * step + mesh.data_rank))
+        rows = torch.randn(9, 12, generator=torch.Generator().manual_seed(10 * step + mesh.data.rank))
         sync.optimizer.zero_grad()
         network(rows).square().mean().backward()
         for own, parameter in zip(plain.network.parameters(), cut.values(), strict=True):

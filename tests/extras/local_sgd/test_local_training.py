@@ -87,7 +87,7 @@ def _make(optimizer: str) -> Callable[[nn.Module], Any]:
 
 def _sync(collective: Collective, setting: Any, make: Any, network: nn.Module | None = None) -> Any:
     exchange = SyncSettings(sync=sync_of(local=setting))
-    strategy = STRATEGIES[exchange.sync.strategy]()
+    strategy = STRATEGIES[exchange.sync.strategy]
     return strategy.prepare(network or Net(), make, RankMesh.of(collective), exchange)
 
 

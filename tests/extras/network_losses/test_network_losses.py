@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from ringspark.estimators.launch.local import train_here
 from ringspark.estimators.training.check.driver import check_training
 from ringspark.estimators.training.objective import losses
 from ringspark.estimators.training.settings.config import TrainConfig, UserObjects
-from ringspark.extras.network_losses.check import check_network_losses
+from ringspark.extras.network_losses.technique import NetworkLosses
 from ringspark.extras.tables.tabpack import TabPack
 from ringspark.pipelines import ShardManifest
 
@@ -206,10 +207,10 @@ def test_settings_with_one_derivative_are_refused(changes: Any, remedy: str, mak
         make_config(num_workers=2, collective="torch", **changes)
 
 
-def test_a_pack_scales_gradients_and_is_refused(make_config: Any) -> None:
+def test_a_pack_scales_gradients_and_is_refused() -> None:
     pack = TabPack(edges=[[0.0, 1.0]], cardinalities=[], out_features=1, scale=3.0)
     with pytest.raises(ValueError, match="model TabPack scales the gradients of its members"):
-        check_network_losses(make_config(), [], pack, None)
+        NetworkLosses().check(SimpleNamespace(module=pack))
 
 
 class PenaltyModule(nn.Module):

@@ -101,6 +101,14 @@ def test_the_columns_of_a_table_are_its_features(frame: Any, tmp_path: Path) -> 
     (features,) = page.tables["features"]
     assert set(features.column("feature")[:2]) == {"copy", "amount"}
     assert features.column("feature")[2] == "noise"
+    drift, contributions = page.tables["drift"]
+    assert set(drift.column("column")) == {"noise", "copy", "amount"}
+    assert {*drift.column("missing")} == {"0.0%"}
+    assert float(drift.column("PSI")[0]) < 0.1
+    assert len(contributions.rows) == 10
+    # A row with the values of the baseline row has no contributions of these columns.
+    assert any(row.startswith(("copy", "amount")) for row in contributions.column("largest contributions"))
+    assert contributions.header[0] == 'log-odds of class "b"'
     *_, uses = page.tables["data"]
     assert uses.column("column of the table") == ["noise", "copy", "amount"]
     assert uses.column("use") == ["number"] * 3

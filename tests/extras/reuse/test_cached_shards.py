@@ -20,7 +20,7 @@ from ringspark.pipelines import (
     remove_cached,
     storage,
 )
-from ringspark.pipelines.source_files import path_states
+from ringspark.pipelines.table_files import path_states
 from ringspark.pipelines.writing import shards
 
 spark_test = pytest.mark.spark

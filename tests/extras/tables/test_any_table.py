@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 from awkward_tables import ID, LABEL, ROWS, AwkwardTable, settings_of, tables
 from hypothesis import HealthCheck, given, seed, settings
+from pyspark.ml.functions import vector_to_array
 from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier, TorchRegressor
@@ -137,6 +138,12 @@ def test_a_row_has_the_same_prediction_wherever_it_is(spark: Any, tmp_path: Any)
                 return
             counts["trained"] += 1
             expected = predictions(model, rows)
+            parts = vector_to_array(F.col("the contributions"))
+            total = F.aggregate(parts, F.lit(0.0), lambda left, right: left + right)
+            sums = predictions(model.copy().setContributionsCol("the contributions"), rows, total)
+            if not table.is_class:
+                np.testing.assert_allclose(sums, expected, rtol=1e-9, atol=1e-9 * np.abs(expected).max())
+            assert np.isfinite(model.compare_inputs(rows).psi).all()
             moved = rows.select(*map(quote, reversed(rows.columns))).repartition(7)
             found = predictions(model.copy({model.inferenceBatchSize: 5}), moved)
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
@@ -145,9 +152,10 @@ def test_a_row_has_the_same_prediction_wherever_it_is(spark: Any, tmp_path: Any)
     assert counts["trained"] > FITS / 4
 
 
-def predictions(model: Any, rows: Any) -> Any:
-    """Returns the prediction of each row in the order of the rows, (ROWS,) float64."""
-    scored = model.transform(rows).select(F.col(quote(ID)).alias("id"), F.col("`the prediction`").alias("p"))
+def predictions(model: Any, rows: Any, value: Any = None) -> Any:
+    """Returns the prediction, or another value, of each row in the order of the rows, (ROWS,) float64."""
+    value = F.col("the prediction") if value is None else value
+    scored = model.transform(rows).select(F.col(quote(ID)).alias("id"), value.alias("p"))
     table: pa.Table = scored.toArrow().sort_by("id")
     assert table["id"].to_pylist() == list(range(ROWS))
     found = table["p"].to_numpy()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ringspark.extras.tables.tabpack import TabPack, choose_greedily
+from ringspark.extras.tables.tabpack import TabPack, choose_greedily, squared_error
 
 EDGES = [[-1.0, 0.0, 1.0]]
 
@@ -49,9 +49,9 @@ def test_each_member_predicts_by_its_best_weights() -> None:
 
 def test_members_whose_errors_cancel_share_the_prediction() -> None:
     errors = torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, -1.0], [3.0, 3.0, 3.0]], dtype=torch.float64)
-    assert choose_greedily(errors @ errors.T).tolist() == [0.5, 0.5, 0.0]
+    assert choose_greedily(squared_error(errors @ errors.T), errors).tolist() == [0.5, 0.5, 0.0]
     one_perfect = torch.diag(torch.tensor([0.0, 1.0], dtype=torch.float64))
-    assert choose_greedily(one_perfect).tolist() == [1.0, 0.0]
+    assert choose_greedily(squared_error(one_perfect), one_perfect).tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ OF_EXTRAS = frozenset(
         *(
             row.name
             for row in BAD_INPUTS
-            if row.name.startswith(("shards:", "autoencoder:", "inner columns:", "tracking:"))
+            if row.name.startswith(
+                ("shards:", "autoencoder:", "contributions:", "inner columns:", "offset:", "tracking:")
+            )
         ),
     ]
 )

@@ -86,6 +86,8 @@ COLUMNS = [
       "column half already exists", "drop it"),
     R("fit: one column for two", lambda p: p.fit(predictionCol="probability"),
       "output columns must differ", "got"),
+    R("contributions: a network of the user", lambda p: unread(p, contributionsCol="why"),
+      "contributionsCol is for predictions from the columns of a table", "without a model"),
     R("inner columns: a list", lambda p: p.fit(innerCols=["linear"]),
       "innerCols must map names of modules", "", TypeError),
     R("inner columns: no module", lambda p: unread(p, innerCols={"linera": "code"}),

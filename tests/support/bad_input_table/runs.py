@@ -2,10 +2,13 @@
 
 from typing import Any
 
+from pandas import DataFrame
+from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.tree import DecisionTreeClassifier
 from torch import nn
 
-from bad_input_table.place import BadInput, Place, blocked, cut
-from ringspark.estimators import TorchRegressor
+from bad_input_table.place import BadInput, Place, blocked, cut, unread
+from ringspark.estimators import TorchEstimator, TorchRegressor
 from ringspark.estimators.run.folder import RunRefusedError
 from ringspark.models import ModelSpec
 
@@ -46,6 +49,33 @@ RUNS = [
       "fitted model or the path", "give the fitted", TypeError),
     R("teacher: no model", lambda p: p.fit(teacher=3),
       "teacher must be a fitted model or the path", "give the fitted", TypeError),
+    R("teacher: neither column nor path", lambda p: p.fit(teacher="nosuch"),
+      "teacher is no column, so it is a path: nosuch holds no saved", "give the folder that save.. wrote"),
+    R("teacher: an input, too", lambda p: unread(p, teacher="features"),
+      "teacher and the inputs both name 'features'", "choose other inputs"),
+    R("teacher: a column of texts", lambda p: unread(p, teacher="text"),
+      "teacher 'text' is a column of string", "give numbers, arrays of numbers, or vectors"),
+    R("teacher: predicts no classes", lambda p: unread(p, teacher=LinearRegression().fit([[0.0]], [0.0])),
+      "teacher LinearRegression .*class probabilities", "give a teacher of the same task"),
+    R("teacher: predicts no values", lambda p: unread(p, TorchRegressor, teacher=taught([0, 1])),
+      "teacher LogisticRegression .*must be a regressor", "give a teacher of the same task"),
+    R("teacher: not fitted", lambda p: unread(p, teacher=LogisticRegression()),
+      "teacher LogisticRegression is not fitted", "give an estimator that was fitted"),
+    R("teacher: several labels",
+      lambda p: unread(p, teacher=DecisionTreeClassifier().fit([[0], [1]], [[0, 1], [1, 0]])),
+      "teacher DecisionTreeClassifier has several labels", "fitted on one label"),
+    R("teacher: classes from 1, of a table",
+      lambda p: unread(p, model=ModelSpec("tabpack"), inputCols=["half"], teacher=taught([1, 2])),
+      r"teacher has the classes \[1, 2\]", "must be 0 to 1; fit the teacher on such labels"),
+    R("teacher: classes as labels",
+      lambda p: unread(p, TorchEstimator, loss="bce_with_logits", teacher=taught([0, 1, 2])),
+      "teacher LogisticRegression must have two classes", "one probability per label"),
+    R("teacher: fitted on another column",
+      lambda p: unread(p, teacher=LogisticRegression().fit(DataFrame({"hafl": [0, 1]}), [0, 1])),
+      "feature_names_in_ of teacher 'hafl' is not a column", "'half'"),
+    R("teacher: fitted on another number of columns",
+      lambda p: unread(p, inputCols=["half", "zero"], teacher=taught([0, 1])),
+      "was fitted on 1 columns without names", "fit it on a pandas DataFrame"),
     R("initialModel: no such path", lambda p: p.fit(initialModel=p.prepared()),
       "initialModel: .* holds no saved TorchClassificationModel", "give the folder that save.. wrote"),
     R("resume: other batches later on", lambda p: go_on(p, "run", epochs=2, batchSizeSchedule={2: 9}),
@@ -64,7 +94,7 @@ RUNS = [
     R("initialModel: other inputs", lambda p: p.fit(initialModel=p.model, inputCols=["half"]),
       r"takes the columns \['features'\], and the estimator has \['half'\]", "give the estimator the same"),
     R("initialModel: another label", lambda p: p.fit(initialModel=p.model, labelCol="zero"),
-      "predicts the label 'label', and labelCol is 'zero'", "set labelCol to the model's"),
+      "initialModel has labelCol 'label', and the estimator has 'zero'", "set labelCol to the model's"),
     R("initialModel: no training state", lambda p: p.fit(initialModel=p.model, initialState="optimizer"),
       "there is none next to .*;", "fit the initial model with keepTrainingState=True"),
     R("initialModel: two sources of weights", lambda p: p.fit(initialModel=p.model, pretrained=p.storage),
@@ -77,6 +107,11 @@ RUNS = [
       "must be a TorchRegressionModel, got a TorchClassificationModel", "fit with the estimator of the same"),
 ]
 # fmt: on
+
+
+def taught(classes: list[int]) -> Any:
+    """Returns a classifier of one number."""
+    return LogisticRegression().fit([[each] for each in classes], classes)
 
 
 def go_on(place: Place, copy_of: str, **changes: Any) -> Any:

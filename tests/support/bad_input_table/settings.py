@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bad_input_table.place import BadInput, Locked, Place, blocked, cut, gone, unread
-from ringspark.estimators import TorchAutoencoder, TorchEstimator
+from ringspark.estimators import TorchAutoencoder, TorchEstimator, TorchRegressor
 from ringspark.models import ModelSpec
 from ringspark.pipelines import Padded, Ragged, write_shards
 
@@ -18,6 +18,10 @@ def part_as_weights(place: Place) -> Any:
     rows = place.table.select("uneven", "label")
     uri = place.prepared(damage=lambda folder: write_shards(rows, str(folder), columns={"uneven": Padded()}))
     return place.fit(inputCols=["uneven"], weightCol="uneven.length", run=lambda e: e.fitOnShards(uri))
+
+
+def below_zero() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 1), nn.LogSigmoid())
 
 
 BLOCKS = ModelSpec("mlp", {"in_features": 2, "hidden": [4] * 3, "out_features": 1})
@@ -121,6 +125,25 @@ SETTINGS = [
       "collective must be", "torch.* got 'mpi'"),
     R("fit: loss of values for classes", lambda p: p.train(loss="KLDivLoss"),
       "loss 'KLDivLoss' takes", "take 'cross"),
+    R("fit: loss of another power", lambda p: p.fit(TorchRegressor, loss="tweedie_2.5"),
+      "'tweedie_2.5' needs a power between 1 and 2", "take 'poisson' for 1 and 'gamma' for 2"),
+    R("fit: loss of counts for classes", lambda p: p.train(loss="poisson"),
+      "loss 'poisson' compares the label with a positive mean", "set another loss"),
+    R("fit: counts below 0", lambda p: p.train(TorchRegressor, labelCol="negative", loss="poisson"),
+      "labelCol 'negative' has the value -30, but loss 'poisson' takes", "drop such rows"),
+    R("fit: a mean below 0", lambda p: p.train(TorchRegressor, model=below_zero(), loss="poisson"),
+      "loss 'poisson' compares the label with a positive mean, but model Sequential", "torch.nn.Softplus"),
+    R("offset: no such column", lambda p: unread(p, offsetCol="hafl"),
+      "offsetCol 'hafl' is not a column", "did you mean 'half'"),
+    R("offset: arrays", lambda p: unread(p, offsetCol="features"),
+      "offsetCol 'features' has type array<float>", "one number per row"),
+    R("offset: holes", lambda p: p.fit(offsetCol="holey"),
+      "'holey' has nulls in 1 of 60", "handleInvalid='skip'"),
+    R("offset: an own step", lambda p: unread(p, offsetCol="half", trainingStep=lambda step: None),
+      "offsetCol adds an input to the network, but trainingStep calls", "add its column to inputCols"),
+    R("offset: three classes",
+      lambda p: p.train(model=ModelSpec("linear", {"in_features": 2, "out_features": 3}), offsetCol="half"),
+      "offsetCol shifts a prediction of two classes, but the network returns 3 values", "leave offsetCol"),
     R("fit: loss of two logits", lambda p: p.train(loss="cross_entropy"),
       "'cross_entropy' needs one logit", "set loss"),
     R("fit: number as a column", lambda p: p.fit(labelCol=5),

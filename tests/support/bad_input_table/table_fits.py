@@ -4,7 +4,7 @@ from typing import Any
 
 from pyspark.sql import functions as F
 
-from bad_input_table.place import BadInput, Place
+from bad_input_table.place import BadInput, Place, unread
 from ringspark.estimators import TorchClassifier, TorchRegressor
 from ringspark.models import ModelSpec
 
@@ -20,6 +20,10 @@ def table_fit(
 
 def regression(place: Place, *columns: Any, **params: Any) -> Any:
     return table_fit(place, *columns, kind=TorchRegressor, **params)
+
+
+def quantile_fit(place: Place, **params: Any) -> Any:
+    return regression(place, "half", "many", labelCol="half", **params)
 
 
 # fmt: off
@@ -49,6 +53,19 @@ TABLE_FITS = [
       "label 'text' holds string", "give a column of numbers, or a model"),
     R("table: regression of NaN", lambda p: regression(p, "broken", "half", labelCol="broken"),
       "label 'broken' has NaN or infinite values", "drop these rows"),
+    R("monotone: no direction", lambda p: table_fit(p, "label", "half", monotone={"half": "up"}),
+      "monotone must map names of columns to 'increasing' or 'decreasing'", "got .*up", TypeError),
+    R("monotone: a model of the user", lambda p: unread(p, monotone={"features": "increasing"}),
+      "monotone needs the network 'tabpack'", "without model, or leave monotone unset"),
+    R("monotone: mistyped", lambda p: table_fit(p, "label", "half", monotone={"hafl": "increasing"}),
+      "monotone 'hafl' is not a column", "half"),
+    R("monotone: texts", lambda p: table_fit(p, "label", "half", "text", monotone={"text": "increasing"}),
+      "monotone names the column 'text', which is of type string", "name numeric inputs"),
+    R("monotone: the label", lambda p: table_fit(p, "label", "half", monotone={"label": "increasing"}),
+      "monotone names the column 'label', which is no input", "name numeric inputs"),
+    R("monotone: three classes",
+      lambda p: table_fit(p, F.expr("many % 3 AS label"), "half", monotone={"half": "increasing"}),
+      "monotone needs two classes or a regression, and the label has 3", "leave monotone unset"),
     R("table: one row", lambda p: regression(p, "half", "many", labelCol="half", rows="id = 3"),
       "the table has 1 rows, .* to train on and .* held out", "give more rows"),
     R("table: all rows held out",
@@ -78,8 +95,49 @@ TABLE_FITS = [
       "columns 'half' and 'half' have the same name", "rename or drop one"),
     R("table: names in two cases", lambda p: table_fit(p, "label", "half", F.col("many").alias("Half")),
       "columns 'half' and 'Half' differ only in case", "rename or drop one"),
+    R("table: counts below 0",
+      lambda p: regression(p, "negative", "half", labelCol="negative", loss="poisson"),
+      "labelCol 'negative' has the value -30, but loss 'poisson' takes", "drop such rows"),
+    R("table: amounts of 0", lambda p: regression(p, "many", "half", labelCol="many", loss="gamma"),
+      "labelCol 'many' has the value 0, but loss 'gamma' takes labels above 0", "drop such rows"),
+    R("table: no count", lambda p: regression(p, "zero", "half", labelCol="zero", loss="tweedie"),
+      "label 'zero' is 0 in all training rows", "give rows with larger labels"),
+    R("table: exposure without a logarithm",
+      lambda p: regression(p, "many", "half", (F.col("half") * 1000).alias("days"), labelCol="many",
+                           loss="poisson", offsetCol="days"),
+      "offsetCol 'days' has values up to 9", "give the logarithm of the exposure"),
+    R("table: offset mistyped", lambda p: regression(p, "many", "half", labelCol="many", offsetCol="hafl"),
+      "offsetCol 'hafl' is not a column", "did you mean 'half'"),
     R("table: option of the network mistyped",
       lambda p: table_fit(p, "label", "half", model=_tabm(widh=8)), "widh", "width"),
+    *(R(f"table: quantiles {given}", lambda p, given=given: quantile_fit(p, quantiles=given),
+        "quantiles must be ascending numbers between 0 and 1", r"\(0.1, 0.5, 0.9\)")
+      for given in ((0.9, 0.1), (0.5, 0.5), (0.0, 0.5), (0.5, 1.5), (float("nan"),), ())),
+    R("table: quantiles of an own network",
+      lambda p: quantile_fit(p, quantiles=(0.1, 0.9), featuresCol="features",
+                             model=ModelSpec("mlp", {"in_features": 3, "hidden": [], "out_features": 1})),
+      "quantiles needs a network for tables", "leave model unset"),
+    R("table: quantiles by another loss", lambda p: quantile_fit(p, quantiles=(0.1, 0.9), loss="l1"),
+      "quantiles are learned by loss='pinball_per_member', got 'l1'", "leave loss unset"),
+    R("table: quantiles of a teacher", lambda p: quantile_fit(p, quantiles=(0.1, 0.9), teacher="nowhere"),
+      "quantiles do not work with teacher", "leave one of them unset"),
+    R("table: coverage of no quantiles", lambda p: quantile_fit(p, metrics=["coverage"]),
+      "metric 'coverage' needs at least 2 quantiles", "set quantiles of TorchRegressor, or drop the metric"),
+    R("table: intervals for all labels", lambda p: quantile_fit(p, intervals=1.0),
+      "intervals must lie between 0 and 1", "got 1.0"),
+    R("table: intervals of an own network",
+      lambda p: quantile_fit(p, intervals=0.5, featuresCol="features",
+                             model=ModelSpec("mlp", {"in_features": 3, "hidden": [], "out_features": 1})),
+      "intervals needs a network for tables", "leave model unset"),
+    R("table: intervals of few rows", lambda p: quantile_fit(p, intervals=0.99),
+      "intervals=0.99 needs at least 99 held-out rows, and there are", "raise validationFraction, or lower"),
+    R("table: group of intervals mistyped",
+      lambda p: quantile_fit(p, intervals=0.5, intervalGroupCol="manny"), "intervalGroupCol 'manny'", "many"),
+    R("table: groups of intervals are fractions",
+      lambda p: quantile_fit(p, intervals=0.5, intervalGroupCol="half"),
+      "intervalGroupCol 'half' must hold strings, whole numbers, booleans or dates", "cast it"),
+    R("table: interval has the name of the prediction",
+      lambda p: quantile_fit(p, intervals=0.5, intervalCol="prediction"), "output columns must differ", ""),
     R("table: negative width", lambda p: table_fit(p, "label", "half", model=_tabm(width=-1)),
       "width", "at least 1"),
 ]
