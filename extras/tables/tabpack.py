@@ -206,8 +206,12 @@ class TabPack(TableNetwork):
         self.bins = NumberBins(edges)
         # Tables without a column of this type have no weights for it.
         signs = list(monotone) or [0] * len(edges)
-        if len(signs) != len(edges) or not {-1, 0, 1}.issuperset(signs) or (any(signs) and out_features > 2):
-            raise ValueError("monotone must have -1, 0 or 1 per number, and at most two outputs")
+        if (
+            len(signs) != len(edges)
+            or not {-1, 0, 1}.issuperset(signs)
+            or (any(signs) and out_features > 2 and not quantiles)
+        ):
+            raise ValueError("monotone must have -1, 0 or 1 per number, and at most two classes")
         self.free = [number for number, sign in enumerate(signs) if not sign]
         self.bound = [number for number, sign in enumerate(signs) if sign]
         free = len(self.free)
@@ -342,7 +346,8 @@ class TabPack(TableNetwork):
         found = found[kept]
 
         def score(counts: torch.Tensor) -> torch.Tensor:
-            together = torch.einsum("kbo,k->bo", found, counts.to(found.dtype))
+            # Autocast would round the factors of `einsum` to 16 bits.
+            together = (found * counts.to(found.dtype)[:, None, None]).sum(0)
             return sum_losses((together + each) / (float(counts.sum()) + 1) for each in found)
 
         self._set_shares(choose_greedily(score, kept))

@@ -25,7 +25,7 @@ VALUES = sorted(
 @given(
     seed=st.integers(0, 10**6),
     signs=st.lists(st.sampled_from([-1, 0, 1]), min_size=3, max_size=3),
-    out=st.sampled_from([1, 2]),
+    out=st.sampled_from([1, 2, 3]),  # a value, two classes, three quantiles
     size=st.sampled_from([0.1, 1.0, 10.0]),
     is_training=st.booleans(),
 )
@@ -35,6 +35,7 @@ def test_no_random_network_violates_a_sign(
     torch.manual_seed(seed)
     averages = "probabilities" if out == 2 else "values"
     sizes: dict[str, Any] = {"width": 8, "depth": 2, "rates": (1.0, 0.3), "dropouts": (0.0, 0.4)}
+    sizes["quantiles"] = (0.1, 0.5, 0.9) if out == 3 else ()
     net = TabPack(EDGES, [3, 50], out, averages=averages, center=5.0, scale=0.1, monotone=signs, **sizes)
     net = net.double()
     for parameter in net.parameters():
@@ -56,7 +57,7 @@ def test_no_random_network_violates_a_sign(
         net.unknown = 0.0
         net.hidden.eval() if is_training else None  # each row would get its own dropout
         outputs = net(rows, ids)
-        score = outputs[..., 1] - outputs[..., 0] if out == 2 else outputs[..., 0]
+        score = outputs[..., 1] - outputs[..., 0] if out == 2 else outputs
         steps = sign * score.diff(dim=0)
         assert steps.min() >= -1e-9 * score.abs().max().clamp_min(1)
 
@@ -80,7 +81,7 @@ def test_the_constrained_numbers_are_learned() -> None:
 def test_other_signs_are_refused(signs: list[int]) -> None:
     with pytest.raises(ValueError, match="monotone must have -1, 0 or 1 per number"):
         TabPack(EDGES, [], 1, monotone=signs)
-    with pytest.raises(ValueError, match="at most two outputs"):
+    with pytest.raises(ValueError, match="at most two classes"):
         TabPack(EDGES, [], 3, monotone=[1, 0, 0])
 
 
