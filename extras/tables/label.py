@@ -41,16 +41,19 @@ def look_at_label(
     value, rows = F.col(quote(label.name)), dataset.where(~held)
     if task == "regression":
         number, power = value.cast("double"), find_power(loss)
-        known = F.lit(0.0)
-        if offset is not None:  # the fit refuses or skips rows without an offset
-            known = F.coalesce(F.nanvl(F.col(quote(offset)).cast("double"), F.lit(0.0)), F.lit(0.0))
-        number = number if power else number - known
+        known, given = F.lit(0.0), number
+        if offset is not None:  # the fit refuses or skips rows without an offset or a label
+            known = F.when(number.isNotNull(), F.nanvl(F.col(quote(offset)).cast("double"), F.lit(None)))
+            given = F.when(known.isNotNull(), number)
+        number = given if power else given - known
         found = rows.agg(
-            *(F.avg(number), F.stddev_pop(number), F.max(F.abs(number)), F.min(number)),
-            *(F.avg(F.exp(known)), F.max(F.abs(known))),
+            *(F.avg(number), F.stddev_pop(number), F.max(F.abs(given)), F.min(number)),
+            *(F.avg(F.exp(known)), F.max(F.abs(known)), F.avg(F.abs(known))),
         ).head()
         assert found is not None
-        mean, deviation, largest, least, exposure, farthest = (each or 0.0 for each in found)
+        mean, deviation, largest, least, exposure, farthest, usual = (each or 0.0 for each in found)
+        if farthest == math.inf:
+            raise ValueError(f"offsetCol {offset!r} has infinite values; drop these rows")
         if power and farthest > _FARTHEST:
             raise ValueError(
                 f"offsetCol {offset!r} has values up to {farthest:g}, and their exponentials are too large "
@@ -75,6 +78,13 @@ def look_at_label(
             warnings.warn(
                 f"label {label.name!r} varies by only {deviation:.3g} around {mean:.7g}, and predictions "
                 "have 7 digits; subtract a constant from the label",
+                UserWarning,
+                stacklevel=7,
+            )
+        elif not power and 0 < deviation < usual * _FEW_DIGITS:
+            warnings.warn(
+                f"label {label.name!r} differs from offsetCol {offset!r} by only {deviation:.3g} around "
+                f"{mean:.7g}, and predictions have 7 digits; train on the difference without offsetCol",
                 UserWarning,
                 stacklevel=7,
             )

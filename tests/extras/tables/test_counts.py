@@ -13,6 +13,7 @@ from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions as F
 
 from ringspark.estimators import TorchClassifier, TorchRegressionModel, TorchRegressor
+from ringspark.extras.tables.label import look_at_label
 from ringspark.models import ModelSpec
 
 pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("interpreter")]
@@ -103,6 +104,27 @@ def test_a_constant_network_predicts_the_mean(table: Any, loss: str, shift: floa
     model = TorchRegressor(**FAST, model=TABM, epochs=3, loss=loss, inputCols=["word"]).fit(rows)
     mean = rows.agg(F.avg("count")).head()[0]
     assert predictions(model, rows).mean() == pytest.approx(mean, rel=0.3)
+
+
+def test_statistics_of_the_label_skip_rows_without_label_or_offset(spark: Any) -> None:
+    rows = [(2.0, 0.0), (None, 10.0), (50.0, None), (50.0, math.nan)]
+    frame = spark.createDataFrame(rows, "label double, offset double")
+    for loss, center in (("poisson", math.log(2)), ("mse", 2.0)):
+        found = look_at_label(frame, F.lit(False), frame.schema["label"], "regression", loss, "offset")[1]
+        assert found["center"] == pytest.approx(center)
+
+
+def test_a_label_that_float32_cannot_tell_from_its_offset_is_reported(spark: Any) -> None:
+    def look(label: float, offset: float) -> None:
+        frame = spark.createDataFrame([(label, offset), (label + 1, offset)], "label double, offset double")
+        look_at_label(frame, F.lit(False), frame.schema["label"], "regression", "mse", "offset")
+
+    with pytest.warns(UserWarning, match="differs from offsetCol 'offset' by only 0.5"):
+        look(1e9, 1e9)
+    with pytest.raises(ValueError, match="label 'label' has values up to 1e\\+39"):
+        look(1e39, 1e39)
+    with pytest.raises(ValueError, match="offsetCol 'offset' has infinite values"):
+        look(1.0, -math.inf)
 
 
 def test_folds_share_a_plan_per_loss(table: Any) -> None:
