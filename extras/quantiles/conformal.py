@@ -65,9 +65,12 @@ def calibrate(model: Any, dataset: DataFrame, indicator: str) -> dict[str, Any]:
     """
     held = dataset.where(F.col(quote(indicator)).cast("boolean"))
     params = {"handleInvalid": "skip", "intervalCol": _INTERVAL, "predictionCol": "", "quantilesCol": ""}
+    # Contributions would cost many passes of the network per row.
+    params |= {"contributionsCol": "", "innerCols": {}}
     bare = model.copy({model.getParam(name): value for name, value in params.items()})
     predicted = bare.transform(held)
-    label = F.col(quote(model.getLabelCol())).cast("double")
+    # The fit skips rows whose label is NaN, which would be the largest score.
+    label = F.nanvl(F.col(quote(model.getLabelCol())).cast("double"), F.lit(None))
     score = F.greatest(F.col(f"{_INTERVAL}.lower") - label, label - F.col(f"{_INTERVAL}.upper"))
     # Each row counts twice: among all rows (group null) and in its own group.
     keys = F.array_distinct(F.array(F.lit(None).cast("string"), group_column(model, held)))

@@ -17,6 +17,7 @@ from spark_tables import quiet
 from without_ringspark import predict_without, same
 
 from ringspark.estimators import TorchRegressionModel, TorchRegressor
+from ringspark.extras.quantiles.conformal import calibrate
 from ringspark.extras.search import OptunaSearch, Uniform
 from ringspark.extras.serving.served_model import ServedModel
 from ringspark.models import ModelSpec
@@ -93,6 +94,14 @@ def test_corrections_are_scores_of_the_conformal_rank(table: Any, model: Any) ->
         known = scores(table, model, group)
         assert found == pytest.approx(known[math.ceil((len(known) + 1) * 0.8) - 1], abs=1e-5)
     assert corrections["groups"]["wild"] > corrections["groups"]["calm"]
+
+
+def test_held_out_rows_without_a_label_do_not_count(table: Any, model: Any) -> None:
+    is_known = F.col("id") % 4 > 0
+    labels = (F.when(is_known, F.col("label")).otherwise(F.lit(missing)) for missing in (None, math.nan))
+    frames = [table.where(is_known), *(table.withColumn("label", label) for label in labels)]
+    first, *others = (calibrate(model, frame, "held") for frame in frames)
+    assert others == [first, first]
 
 
 def test_evaluate_returns_loss_and_coverage_of_the_quantiles(table: Any, model: Any) -> None:
