@@ -250,7 +250,12 @@ class TabPack(TableNetwork):
         outputs = self._outputs(numbers, ids, offset)
         if self.training:
             return self.to_label(outputs.transpose(0, 1))
-        mean = torch.einsum("kbo,k->bo", self._predictions(outputs), self.shares)
+        predictions = self._predictions(outputs)
+        if self.is_log or offset is not None:
+            # Autocast would round the factors of `einsum` to 16 bits, and an offset may exceed the scale.
+            mean = (predictions * self.shares[:, None, None]).sum(0)  # type: ignore[index]
+        else:
+            mean = torch.einsum("kbo,k->bo", predictions, self.shares)
         if self.averages == "probabilities":
             return self.to_logits(mean)
         return mean if self.is_log else self.to_label(mean)

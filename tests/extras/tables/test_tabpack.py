@@ -47,6 +47,13 @@ def test_each_member_predicts_by_its_best_weights() -> None:
     torch.testing.assert_close(net(*inputs()), expected)
 
 
+def test_bf16_does_not_round_the_offset() -> None:
+    network, offset = pack(out_features=1).eval(), torch.full((8,), 1001.3)
+    expected = network(*inputs(), offset)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(network(*inputs(), offset), expected, rtol=0, atol=0.05)
+
+
 def test_members_whose_errors_cancel_share_the_prediction() -> None:
     errors = torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, -1.0], [3.0, 3.0, 3.0]], dtype=torch.float64)
     assert choose_greedily(squared_error(errors @ errors.T), errors).tolist() == [0.5, 0.5, 0.0]
