@@ -24,6 +24,11 @@ class Offset(Technique):
                 "offsetCol adds an input to the network, but trainingStep calls the network itself; leave "
                 "offsetCol unset, and add its column to inputCols"
             )
+        if estimator.hasParam("quantiles") and len(estimator.getQuantiles() or ()) > 1:
+            raise ValueError(
+                f"offsetCol shifts a prediction of one number, but quantiles is {estimator.getQuantiles()}; "
+                "set one quantile, or subtract the offset from the label and leave offsetCol unset"
+            )
 
     def choose_kinds(self, estimator: Any, kinds: dict[str, Any], fields: Any) -> dict[str, Any]:
         field = fields.find(estimator._find_offset(fields), "offsetCol")
