@@ -25,7 +25,7 @@ from ringspark.estimators.stages.declared import value_of
 from ringspark.estimators.training.objective.deviance import find_power
 from ringspark.extras.tables.label import check_label_type, look_at_label
 from ringspark.extras.tables.recipe import LARGE, complete_table, unset
-from ringspark.extras.tables.table_plan import TablePlan, plan_table
+from ringspark.extras.tables.table_plan import TablePlan, count_table, plan_table
 from ringspark.models import ModelSpec
 from ringspark.pipelines import storage
 from ringspark.pipelines.column_use import ColumnUse
@@ -170,6 +170,11 @@ def _plan(
         plan = _UNKNOWN_ROWS if is_dry_run else plan_table(split.dataset, asked[2:], held, target, monotone)
         return replace(plan, outputs=outputs, asked=asked)
     plan = initial_plan(initial, asked[2:], 1 if is_dry_run else split.dataset.where(~held).count(), asked)
+    # Models of earlier versions have no bins to count rows in.
+    if not is_dry_run and all(column.counts for column in plan.kind.columns):
+        schema = split.dataset.schema
+        plan.kind.adopt(TABLE_COLUMN, StructType([schema[name] for name in plan.kind.sources]))
+        plan = replace(plan, kind=count_table(split.dataset, held, plan.kind, plan.rows))
     return replace(plan, outputs=outputs) if initial.without_label else plan
 
 

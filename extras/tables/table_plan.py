@@ -148,11 +148,11 @@ def plan_table(
         left_out = "; ".join(f"{use.column!r}: {use.reason}" for use in uses[:3])
         raise ValueError(f"no column of the table is of use to a network ({left_out}); give other columns")
     return TablePlan(
-        kind=_count(frame, held, TableRow(tuple(columns)), rows), edges=edges, uses=uses, rows=rows
+        kind=count_table(frame, held, TableRow(tuple(columns)), rows), edges=edges, uses=uses, rows=rows
     )
 
 
-def _count(frame: DataFrame, held: SparkColumn, kind: TableRow, rows: int) -> TableRow:
+def count_table(frame: DataFrame, held: SparkColumn, kind: TableRow, rows: int) -> TableRow:
     """Stores the numbers of training rows by value in `kind`. Counts a random sample of a large table."""
     counted = frame.where(~held)
     if rows > _MAX_COUNTED:

@@ -137,5 +137,8 @@ def test_the_shifted_column_comes_first(spark: Any) -> None:
     assert (by_name.unknown_before["word"], by_name.unknown["word"]) == (0, 1)
     assert by_name.wasserstein["y"] == pytest.approx(0.2 * 12**0.5, rel=0.2)
     assert by_name.missing_before["few"] == pytest.approx(0.1, abs=0.02)
+    moved = frame.withColumn("y", F.col("y") + 0.2)
+    later = TorchClassifier(initialModel=model, epochs=1, validationIndicatorCol="held").fit(moved)
+    assert (later.compare_inputs(moved.where("not held")).psi < 1e-9).all()
     with pytest.raises(ValueError, match="compare_inputs needs rows, got none"):
         model.compare_inputs(frame.limit(0))
