@@ -64,7 +64,8 @@ def calibrate(model: Any, dataset: DataFrame, indicator: str) -> dict[str, Any]:
         indicator: Column that is true in the held-out rows.
     """
     held = dataset.where(F.col(quote(indicator)).cast("boolean"))
-    params = {"handleInvalid": "skip", "intervalCol": _INTERVAL, "predictionCol": "", "quantilesCol": ""}
+    params: dict[str, Any] = {"handleInvalid": "skip", "intervalCol": _INTERVAL}
+    params |= {"predictionCol": "", "quantilesCol": ""}
     # Contributions would cost many passes of the network per row.
     params |= {"contributionsCol": "", "innerCols": {}}
     bare = model.copy({model.getParam(name): value for name, value in params.items()})
