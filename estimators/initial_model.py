@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ringspark.estimators.columns.inputs import source_names
@@ -220,7 +219,7 @@ def _meaning(column: Column, name: str) -> Any:
     if isinstance(kind, Scalar):
         return "float" if kind.dtype.startswith("float") else "int", _details(column)
     if isinstance(kind, TableRow):  # each fit counts its own rows
-        kind = TableRow(tuple(replace(each, counts=(), means=()) for each in kind.columns))
+        kind = kind.without_counts()
     ids = kind.to_json() if isinstance(kind, Vocabulary | TableRow | HashBuckets) else None
     arrays = [(a.dtype, None if a.varies else a.shape) for a in kind.arrays(name).values()]
     return type(kind), ids, _details(column), arrays

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from decimal import Decimal
 from functools import cached_property
@@ -259,6 +259,10 @@ class TableRow(Kind):
                     f"now {found}; cast it to {column.type}"
                 )
         return self
+
+    def without_counts(self) -> TableRow:
+        """Returns the type without statistics of the training rows."""
+        return TableRow(tuple(replace(column, counts=(), means=()) for column in self.columns))
 
     @cached_property
     def selected(self) -> Any:
