@@ -42,6 +42,11 @@ def complete_table(estimator: Any, plan: TablePlan, model: ModelSpec) -> dict[st
     if quantiles:
         arguments["quantiles"] = quantiles
     spec = ModelSpec(model.target, (arguments if is_for_tables(model) else {}) | model.kwargs)
+    if estimator._task == "classification" and is_log(estimator):
+        raise ValueError(
+            f"loss {estimator.getLoss()!r} compares the label with a positive mean, and classes have none; "
+            "use TorchRegressor, or leave loss unset"
+        )
     if estimator._task == "regression" and is_log(estimator) != (spec.kwargs.get("link") == "log"):
         raise ValueError(
             f"loss {estimator.getLoss()!r} needs another network than this run, search or initialModel has; "

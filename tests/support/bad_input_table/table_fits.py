@@ -117,6 +117,8 @@ TABLE_FITS = [
       lambda p: quantile_fit(p, quantiles=(0.1, 0.9), featuresCol="features",
                              model=ModelSpec("mlp", {"in_features": 3, "hidden": [], "out_features": 1})),
       "quantiles needs a network for tables", "leave model unset"),
+    R("table: classes by a deviance", lambda p: table_fit(p, "label", "half", loss="poisson"),
+      "loss 'poisson' compares the label with a positive mean, and classes have none", "use TorchRegressor"),
     R("table: quantiles with an offset", lambda p: quantile_fit(p, quantiles=[0.1, 0.9], offsetCol="many"),
       "offsetCol shifts a prediction of one number, but quantiles is .0.1, 0.9.", "set one quantile"),
     R("table: quantiles by another loss", lambda p: quantile_fit(p, quantiles=(0.1, 0.9), loss="l1"),
