@@ -24,6 +24,11 @@ class Offset(Technique):
                 "offsetCol adds an input to the network, but trainingStep calls the network itself; leave "
                 "offsetCol unset, and add its column to inputCols"
             )
+        if is_table and "temperature" in (estimator.getMetrics() or ()):
+            raise ValueError(
+                "the metric 'temperature' scales the logits, and the offset in them; leave 'temperature' out "
+                "of metrics, or leave offsetCol unset"
+            )
         if estimator.hasParam("quantiles") and len(estimator.getQuantiles() or ()) > 1:
             raise ValueError(
                 f"offsetCol shifts a prediction of one number, but quantiles is {estimator.getQuantiles()}; "

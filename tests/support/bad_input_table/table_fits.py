@@ -28,6 +28,9 @@ def quantile_fit(place: Place, **params: Any) -> Any:
 
 # fmt: off
 TABLE_FITS = [
+    R("table: a temperature of offsets",
+      lambda p: table_fit(p, "label", "half", "many", offsetCol="half", metrics=["temperature"]),
+      "scales the logits, and the offset in them", "leave 'temperature' out of metrics"),
     R("table: nothing but the label", lambda p: table_fit(p, "label"),
       "no column besides the label 'label'", "give it some inputs"),
     R("table: label mistyped", lambda p: table_fit(p, "label", "half", labelCol="labl"),
