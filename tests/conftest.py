@@ -128,10 +128,12 @@ def make_shards(tmp_path: Path) -> MakeShards:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks every test in the folder `extras` with `extras`, and puts the file that takes longest first."""
+    """Marks tests by their folder and by other marks, and puts the file that takes longest first."""
     for item in items:
         if EXTRAS in item.path.parents:
             item.add_marker("extras")
+        if "telling" in item.keywords:
+            item.add_marker("slow")
     # Started last, it would keep one process busy while the others have nothing left to do.
     items.sort(key=lambda item: item.path.name != "test_modes.py")
 

@@ -46,7 +46,6 @@ def test_every_benchmark_that_a_page_names_is_there(page: Path) -> None:
         assert set(names) <= {*known, "run"}, f"{page.name} names {names}; there are {', '.join(known)}"
 
 
-@pytest.mark.slow
 @pytest.mark.telling
 def test_the_pages_are_built_without_a_warning_and_hold_each_public_name(tmp_path: Path) -> None:
     options = ["--quiet", "--fail-on-warning", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]

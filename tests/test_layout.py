@@ -407,6 +407,7 @@ def test_zip_holds_what_the_wheel_holds(built: tuple[Path, Path]) -> None:
     assert all(archive.read(name) == wheel.read(name) for name in files)
 
 
+@pytest.mark.telling
 @pytest.mark.extras
 def test_every_package_is_imported_from_the_zip(built: tuple[Path, Path], tmp_path: Path) -> None:
     packages = sorted(packages_on_disk())

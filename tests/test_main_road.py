@@ -32,7 +32,6 @@ spark.stop()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.telling
 @pytest.mark.spark
 @pytest.mark.distributed

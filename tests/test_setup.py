@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 # `ringspark build-horovod` is a command of extras.
-pytestmark = pytest.mark.extras
+pytestmark = [pytest.mark.extras, pytest.mark.telling]
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "scripts/setup_environment.py"
 HOROVOD_BUILD = "extras/commands/build_horovod.py"

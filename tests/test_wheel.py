@@ -28,6 +28,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.telling
 @pytest.mark.extras
 def test_its_metadata_is_valid(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
@@ -42,6 +43,7 @@ def test_its_metadata_is_valid(wheel: Path) -> None:
     assert "horovod" not in (metadata.provides_extra or [])
 
 
+@pytest.mark.telling
 @pytest.mark.extras
 def test_its_bill_of_materials_names_the_required_packages(wheel: Path) -> None:
     (path,) = wheel.parent.glob("*.cdx.json")

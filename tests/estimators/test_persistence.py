@@ -211,6 +211,7 @@ def test_a_folder_that_was_replaced_by_another_model_is_noticed(pairs, tmp_path)
     assert kept == (tmp_path / "one" / WEIGHTS).read_bytes()
 
 
+@pytest.mark.telling
 @pytest.mark.extras
 def test_a_users_module_is_saved_with_its_weights_once(pairs, tmp_path, monkeypatch):
     ballast = nn.Parameter(torch.zeros(1 << 17))

@@ -71,7 +71,6 @@ def run(script: str, *arguments: str) -> Any:
 
 
 @pytest.mark.spark
-@pytest.mark.slow
 @pytest.mark.telling
 def test_a_pipeline_saved_under_a_mount_of_hadoops_is_in_one_place(tmp_path):
     told = [run(SAVE_AND_LOAD, str(tmp_path), step) for step in ("save", "load")]

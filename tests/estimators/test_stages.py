@@ -121,6 +121,7 @@ def test_progress_is_shown_on_the_driver(table, storage_uri, capsys):
     assert "epoch 2: loss 0." in printed
 
 
+@pytest.mark.telling
 @pytest.mark.extras
 def test_texts_of_numbers_and_dates_are_read_on_every_spark(spark):
     """Before Spark 4.0, a column has no try_cast, but answers to every name."""

@@ -41,6 +41,7 @@ def test_a_search_holds_each_row_out_or_trains_on_it(spark: Any, kind: str, runs
             check(*parts, list(range(ROWS)))
 
 
+@pytest.mark.telling
 @pytest.mark.parametrize("runs", RUNS)
 @pytest.mark.parametrize("kind", CHANGING)
 def test_each_row_has_one_fold(spark: Any, kind: str, runs: int) -> None:

@@ -452,7 +452,6 @@ def test_a_job_without_a_model_is_planned_printed_and_trained(spark, tmp_path, c
 
 
 @pytest.mark.spark
-@pytest.mark.slow
 @pytest.mark.telling
 def test_the_demo_saves_a_model_that_predicts(tmp_path: Path) -> None:
     done = _run("demo", "--output", tmp_path)

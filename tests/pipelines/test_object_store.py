@@ -480,6 +480,7 @@ def test_a_failed_upload_commits_nothing(spark_on_store, store, capfd):
     capfd.readouterr()
 
 
+@pytest.mark.telling
 @pytest.mark.extras
 @pytest.mark.spark
 def test_shards_in_a_bucket_are_used_again(spark_on_store: Any, store: Store, tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def test_the_need_is_below_what_a_worker_takes(make_shards, case):
         assert sum(needs.values()) > taken / 2
 
 
+@pytest.mark.telling
 @pytest.mark.extras
 @pytest.mark.distributed
 def test_a_rank_refuses_what_its_process_may_not_hold(shards):

@@ -650,6 +650,7 @@ print(json.dumps(loaded))
 """
 
 
+@pytest.mark.telling
 @pytest.mark.extras
 def test_no_optimizer_imports_the_compiler_before_its_first_step() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)

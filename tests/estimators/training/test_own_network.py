@@ -115,7 +115,7 @@ def test_one_worker_equals_plain_pytorch(runs: Runs, name: str) -> None:
 
 @pytest.mark.extras
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("num_recipes", [12, pytest.param(NUM_RECIPES or 100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_recipes", [4, pytest.param(NUM_RECIPES or 100, marks=pytest.mark.slow)])
 def test_composed_networks_equal_plain_pytorch_or_are_refused(
     tmp_path_factory: pytest.TempPathFactory, num_recipes: int
 ) -> None:
@@ -224,6 +224,7 @@ def test_a_network_sent_through_the_store_keeps_its_ties(tmp_path: Path) -> None
     assert table.equal(network.table.weight)
 
 
+@pytest.mark.telling
 @pytest.mark.extras
 def test_the_memory_of_each_network_can_be_planned(runs: Runs) -> None:
     from ringspark.extras.planning.memory.columns import BatchColumn

@@ -46,6 +46,7 @@ def _peaks(config: TrainConfig, collective: Collective) -> dict[str, int]:
     return found
 
 
+@pytest.mark.telling
 @pytest.mark.distributed
 @pytest.mark.extras
 def test_a_rank_holds_the_state_of_one_other_rank_at_most(runs: Runs) -> None:

@@ -121,6 +121,7 @@ def _whole_run(optimizer: str) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in sync.network.parameters()])
 
 
+@pytest.mark.telling
 @pytest.mark.extras
 @pytest.mark.distributed
 @pytest.mark.parametrize(("sharding", "collective", "optimizer"), CASES)

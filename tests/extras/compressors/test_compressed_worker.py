@@ -66,6 +66,7 @@ def test_a_resumed_training_may_have_other_workers(config: Any, workers: int) ->
     assert abs(resumed.history[-1].train_loss - last) < 0.3 * (first - last)
 
 
+@pytest.mark.telling
 def test_fp16_trains_with_residuals_that_its_loss_scale_does_not_touch(config: MakeConfig) -> None:
     """First steps overflow and are skipped, which halves the scale; residuals kept in another scale
     would be sent twice or half as large, and the loss would not fall as in full precision."""

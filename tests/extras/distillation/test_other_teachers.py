@@ -105,7 +105,7 @@ def test_a_pipeline_of_spark_teaches_by_the_names_of_its_classes(rows: Any, tabl
     np.testing.assert_allclose(_probabilities(_soft_labels(estimator, rows)), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("model", ["table", "network"])
+@pytest.mark.parametrize("model", [pytest.param("table", marks=pytest.mark.telling), "network"])
 def test_a_student_of_an_estimator_equals_one_of_its_column(
     rows: Any, table: Any, model: str, tmp_path: Path
 ) -> None:

@@ -190,6 +190,7 @@ def _forks(folder: str) -> str:
     return "of the function"
 
 
+@pytest.mark.telling
 def test_a_forked_child_does_not_replace_the_result(spark: Any, tmp_path: Path) -> None:
     found = ringspark.run(_forks, str(tmp_path), numWorkers=2)
     # The task ends the group of this process id later, so no other process may get the id.
@@ -205,7 +206,10 @@ def _waits(folder: str) -> None:
     child.wait()
 
 
-@pytest.mark.parametrize("cancel", ["job", pytest.param("interrupt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cancel",
+    [pytest.param("job", marks=pytest.mark.telling), pytest.param("interrupt", marks=pytest.mark.slow)],
+)
 def test_cancelled_ranks_leave_no_process(spark: Any, tmp_path: Path, cancel: str) -> None:
     files = [tmp_path / "0", tmp_path / "1"]
 
@@ -225,6 +229,7 @@ def test_cancelled_ranks_leave_no_process(spark: Any, tmp_path: Path, cancel: st
     wait_for("the processes to end", lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
+@pytest.mark.telling
 def test_a_script_gets_its_arguments_and_leaves_its_output(spark: Any, tmp_path: Path) -> None:
     script, logs = tmp_path / "train.py", tmp_path / "run" / "logs"
     code = "if __name__ == '__main__':\n    print('from', os.environ['RANK'], sys.argv[1:])"

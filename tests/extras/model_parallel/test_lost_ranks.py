@@ -58,6 +58,7 @@ def _objects(folder: Path, mesh: dict[str, int], *more: Callback) -> UserObjects
     return UserObjects(callbacks=(diary, *more), transform_batch=diary.read)
 
 
+@pytest.mark.telling
 @pytest.mark.parametrize(
     ("mesh", "lost"),
     [

@@ -19,7 +19,6 @@ ROWS = 110  # the last batch has 10 rows
 
 
 @pytest.mark.spark
-@pytest.mark.slow
 @pytest.mark.telling
 def test_three_axes_at_once_train_like_one_worker() -> None:
     # The session of the other tests has four task slots.

@@ -249,6 +249,7 @@ def test_a_plan_tells_memory_time_and_the_choice(free: ParallelismPlan) -> None:
         plan.of(data=3)
 
 
+@pytest.mark.telling
 def test_what_does_not_fit_is_refused_in_a_sentence_and_another_mesh_is_chosen(free: ParallelismPlan) -> None:
     peaks = sorted(mesh.peak for mesh in free.meshes)
     limit = (free.of(data=4).peak + peaks[0]) // 2

@@ -56,6 +56,7 @@ def test_a_private_fit_keeps_its_promise_through_a_restart(frame: DataFrame, tmp
     assert share.first()[0] > 0.8
 
 
+@pytest.mark.telling
 def test_a_continued_training_adds_to_the_first(frame: DataFrame) -> None:
     first = classifier(epochs=2).fit(frame)
     more = classifier(epochs=1, privacy={"epsilon": 4, "delta": 1e-6, "maxGradNorm": 1.0})

@@ -213,6 +213,7 @@ def test_column_types_that_learn_from_rows_are_refused(kind: Any, message: str) 
     DifferentialPrivacy().check_columns(objects(), public)
 
 
+@pytest.mark.telling
 def test_fits_that_look_at_all_rows_or_train_often_are_refused(spark: Any) -> None:
     frame = spark.createDataFrame([(float(i), float(i % 2)) for i in range(20)], ["x", "label"])
     given: dict[str, Any] = {"privacy": GIVEN, "batchSize": 4, "inputCols": ["x"]}

@@ -161,6 +161,7 @@ def test_saved_stages_predict_the_same(table: Any, model: Any, folder: Path) -> 
     assert TorchRegressor.load(str(folder / "estimator")).getQuantiles() == LEVELS
 
 
+@pytest.mark.telling
 def test_tuners_choose_by_the_prediction(table: Any, folder: Path) -> None:
     stage = estimator(folder, intervals=0.8, epochs=1)
     grid = ParamGridBuilder().addGrid(stage.quantiles, [LEVELS, [0.5]]).build()
@@ -176,6 +177,7 @@ def test_tuners_choose_by_the_prediction(table: Any, folder: Path) -> None:
     assert row.interval.lower <= row.prediction <= row.interval.upper
 
 
+@pytest.mark.telling
 def test_a_model_is_served_with_the_common_correction_alone(table: Any, model: Any, folder: Path) -> None:
     rows = [{"x": value} for value in (0.5, None, -3.0)]
     with pytest.raises(ValueError, match="clear it by setIntervalGroupCol"):

@@ -68,6 +68,7 @@ NETWORK = {"rates": [1.0, 0.5], "dropouts": [0.0, 0.2], "width": 8, "depth": 1, 
 FAST: dict[str, Any] = {"model": ModelSpec("tabpack", NETWORK), "epochs": 1, "collective": "local"}
 
 
+@pytest.mark.telling
 def test_a_column_is_used_or_left_out_for_a_reason(spark: Any) -> None:
     columns = [f"{column} AS c{number}" for number, column in enumerate(COLUMNS)]
     frame = spark.range(0, ROWS, 1, 2).selectExpr(*columns, LABEL)
@@ -119,6 +120,7 @@ def test_scoring_takes_every_value_of_the_trained_types(spark: Any, zone: Any) -
         model.transform(odd.selectExpr("t", "text", "big", "array(1D, 2D, 3D) AS v")).collect()
 
 
+@pytest.mark.telling
 def test_long_numbers_and_times_in_texts_are_read_alike_in_every_session(spark: Any, zone: Any) -> None:
     zone("UTC")
     rows = spark.range(0, ROWS, 1, 2).selectExpr(
@@ -168,6 +170,7 @@ def test_changed_features_change_the_statistics_of_a_table(spark: Any, tmp_path:
         TorchClassifier(**settings, resume=True).fit(changed)
 
 
+@pytest.mark.telling
 def test_vectors_may_be_null(spark: Any) -> None:
     rows = spark.range(0, ROWS, 1, 2).selectExpr("id", "array(double(id), 1D) AS v", LABEL)
     vectors = rows.withColumn("v", F.when(F.col("id") % 3 > 0, array_to_vector("v")))

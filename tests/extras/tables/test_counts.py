@@ -65,6 +65,7 @@ def test_counts_of_a_table_have_positive_means_that_the_offset_multiplies(model:
     assert "validation_poisson_deviance" in model.summary.history.columns
 
 
+@pytest.mark.telling
 @pytest.mark.filterwarnings("ignore")  # MLflow's libraries warn about each other's next versions
 def test_a_saved_model_and_a_later_fit_keep_the_link(model: Any, table: Any, tmp_path: Path) -> None:
     found = predictions(model, table)
@@ -127,6 +128,7 @@ def test_a_label_that_float32_cannot_tell_from_its_offset_is_reported(spark: Any
         look(1.0, -math.inf)
 
 
+@pytest.mark.telling
 def test_folds_share_a_plan_per_loss(table: Any) -> None:
     estimator = TorchRegressor(**FAST, model=TABM, epochs=1, offsetCol="offset", inputCols=["x", "word"])
     grid = ParamGridBuilder().addGrid(estimator.loss, ["poisson", "mse_per_member"]).build()

@@ -205,6 +205,7 @@ def test_a_large_table_takes_fewer_members_and_epochs() -> None:
     assert (network["rates"], sizes) == ([1.0], [None, 1024])
 
 
+@pytest.mark.telling
 def test_in_a_pipeline_and_a_tuner(table: Any) -> None:
     rows = table.select("label", "number", "many")
     stage = TorchRegressor(**FAST)
@@ -217,6 +218,7 @@ def test_in_a_pipeline_and_a_tuner(table: Any) -> None:
     assert model.transform(rows).count() == ROWS
 
 
+@pytest.mark.telling
 def test_input_columns_may_be_named(table: Any, tmp_path: Path) -> None:
     model = TorchRegressor(**FAST, inputCols=["number", "many"]).fit(table)
     assert model.summary.columns["column"].tolist() == ["number", "many"]
@@ -225,6 +227,7 @@ def test_input_columns_may_be_named(table: Any, tmp_path: Path) -> None:
     assert read.transform(table).count() == ROWS
 
 
+@pytest.mark.telling
 def test_the_newest_rows_are_held_out(table: Any) -> None:
     estimator = TorchRegressor(**FAST, timeCol="when")
     fractions = [{estimator.validationFraction: share} for share in (0.1, 0.5)]

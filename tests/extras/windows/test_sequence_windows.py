@@ -150,6 +150,7 @@ def _stage(**params: Any) -> SequenceWindows:
     return SequenceWindows(**(settings | params))
 
 
+@pytest.mark.telling
 @pytest.mark.modes
 def test_a_pipeline_of_windows_is_fitted_and_saved(spark_saves: None, table: Any, tmp_path: Path) -> None:
     module, sizes = nn.Sequential(nn.Flatten(), nn.Linear(6, 2)), {"epochs": 2, "batchSize": 16}
